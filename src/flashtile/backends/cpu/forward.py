@@ -1,0 +1,2 @@
+"""Algorithm 1, to be written."""
+from ..reference import forward  # noqa

@@ -1,0 +1,17 @@
+"""Every environment variable flashtile reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def triton_interpret() -> bool:
+    """TRITON_INTERPRET=1 (Triton's own): kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+def tuned_configs() -> Path:
+    """FLASHTILE_TUNED: the file `flashtile tune` writes and the Triton backend reads at start."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "flashtile" / "tuned.json"
+    return Path(os.environ.get("FLASHTILE_TUNED", default)).expanduser()

@@ -1,0 +1,145 @@
+"""The public functions: flash-attn 2.8's signatures, with keyword-only additions after them.
+
+Nothing here imports a kernel; a call is checked by `spec`, and run by the op in `ops`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops, spec
+from .dispatch import check_backend
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention, softmax(softmax_scale * Q K^T) V, without ever storing S or P (FlashAttention-2).
+
+    Differentiable in q, k and v (Algorithm 2), and through lse when it is returned.
+
+    Args:
+        q: (B, Sq, Hq, D), float16, bfloat16, float32 or float64; any strides, D from 1 to 256.
+        k: (B, Sk, Hk, D), same dtype and device. Hq must be a multiple of Hk: query head h reads key/value
+            head h // (Hq / Hk) (MQA and GQA, section 3.1.2).
+        v: (B, Sk, Hk, Dv); Dv from 1 to 256, may differ from D.
+        dropout_p: must be 0.0; dropout is not implemented.
+        softmax_scale: factor on Q K^T before the softmax; None means 1 / sqrt(D).
+        causal: query i sees key j only if j <= i + Sk - Sq (aligned to the bottom right corner).
+        window_size: (left, right); query i sees keys i + Sk - Sq - left ... i + Sk - Sq + right; -1 leaves a
+            side open. With causal=True the right side is 0.
+        softcap: if positive, scores become softcap * tanh(scores / softcap).
+        alibi_slopes: must be None; ALiBi is not implemented.
+        deterministic: the backward pass gives bitwise the same gradients in every run.
+        return_attn_probs: flash-attn's way to ask for lse: returns (out, lse, empty tensor).
+        return_lse: returns (out, lse).
+        backend: "triton", "cpu" or "reference"; None picks by device.
+
+    Returns:
+        out (B, Sq, Hq, Dv) in the dtype of q. lse, where asked for, is the natural log-sum-exp of each row's
+        scores, (B, Hq, Sq), float32 (float64 for float64 inputs). A query that sees no key gets out = 0,
+        lse = -inf and zero gradients.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what came and what is wanted.
+        NotImplementedError: dropout_p or alibi_slopes is used.
+    """
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p: got {dropout_p}; dropout is not implemented, want 0.0")
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes: ALiBi is not implemented, want None")
+    check_backend(backend)
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    spec.check_tensors(q, k, v)
+    window_left, window_right = spec.mask_window(causal, window_size)
+    out, lse = ops.attention(
+        q, k, v, spec.checked_scale(softmax_scale, q.shape[3]), window_left, window_right,
+        spec.checked_softcap(softcap), deterministic, backend,
+    )  # fmt: skip
+    if return_attn_probs:
+        return out, lse, q.new_empty(0)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """`flash_attn_func` with k and v stacked in one tensor.
+
+    Args:
+        q: (B, Sq, Hq, D).
+        kv: (B, Sk, 2, Hk, D); kv[:, :, 0] is k and kv[:, :, 1] is v, read in place.
+
+    The other arguments, the result and the errors are those of `flash_attn_func`.
+    """
+    spec.check_packed("kv", kv, 2)
+    k, v = kv.unbind(2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """`flash_attn_func` with q, k and v stacked in one tensor.
+
+    Args:
+        qkv: (B, S, 3, H, D); qkv[:, :, 0] is q, then k, then v, read in place.
+
+    The other arguments, the result and the errors are those of `flash_attn_func`.
+    """
+    spec.check_packed("qkv", qkv, 3)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where autocast is on for its device, as for torch's own attention; float64 stays."""
+    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+        if x.is_floating_point() and x.dtype != torch.float64:
+            return x.to(torch.get_autocast_dtype(x.device.type))
+    return x

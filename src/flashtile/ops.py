@@ -1,0 +1,96 @@
+"""flashtile::attention_forward and ::attention_backward: torch.library ops, fakes and autograd rules.
+
+The only file that knows autograd. Being registered ops, the kernels are opaque to torch.compile,
+torch.export, selective checkpointing and fake tensors; the backend is picked when an op really runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .spec import AttentionSpec
+
+_SETTINGS = "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, bool deterministic, str? backend"
+_LIB = torch.library.Library("flashtile", "DEF")
+_LIB.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor out, Tensor lse)")
+_LIB.define(
+    "attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one checked attention call, differentiable in q, k and v."""
+    return torch.ops.flashtile.attention_forward.default(
+        q, k, v, softmax_scale, window_left, window_right, softcap, deterministic, backend
+    )
+
+
+def _spec(q, k, v, softmax_scale, window_left, window_right, softcap, deterministic) -> AttentionSpec:
+    return AttentionSpec.of(
+        q, k, v, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
+        softcap=softcap, deterministic=deterministic,
+    )  # fmt: skip
+
+
+def _forward(q, k, v, *settings):
+    *numerics, backend = settings
+    spec = _spec(q, k, v, *numerics)
+    return dispatch.choose(spec, q.device, backend).forward(spec, q, k, v)
+
+
+def _backward(dout, dlse, q, k, v, out, lse, *settings):
+    *numerics, backend = settings
+    spec = _spec(q, k, v, *numerics)
+    return dispatch.choose(spec, q.device, backend).backward(spec, dout, dlse, q, k, v, out, lse)
+
+
+def _forward_fake(q, k, v, *settings):
+    batch, seqlen_q, heads_q, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(batch, seqlen_q, heads_q, v.shape[3]), q.new_empty(batch, heads_q, seqlen_q, dtype=lse_dtype)
+
+
+def _backward_fake(dout, dlse, q, k, v, out, lse, *settings):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *ctx.settings = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    grads: tuple = (None, None, None)
+    if dout is not None or dlse is not None:
+        grads = torch.ops.flashtile.attention_backward.default(dout, dlse, *ctx.saved_tensors, *ctx.settings)
+    return (*grads, *(None for _ in ctx.settings))
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple:
+    raise NotImplementedError("flashtile: gradients of gradients (create_graph=True) are not implemented")
+
+
+_LIB.impl("attention_forward", _forward, "CompositeExplicitAutograd")
+_LIB.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("flashtile::attention_forward", _forward_fake, lib=_LIB)
+torch.library.register_fake("flashtile::attention_backward", _backward_fake, lib=_LIB)
+torch.library.register_autograd(
+    "flashtile::attention_forward", _gradients, setup_context=_save_for_backward, lib=_LIB
+)
+torch.library.register_autograd("flashtile::attention_backward", _no_double_backward, lib=_LIB)

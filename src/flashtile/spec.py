@@ -1,0 +1,152 @@
+"""What one attention call is: its shapes, dtype, mask and numerics, checked once.
+
+Every public function builds an `AttentionSpec` from its arguments before anything is launched; this is
+the only place that judges input. Backends receive a spec that is already valid and never check again.
+
+Legend: B batch, Sq/Sk query/key length, Hq/Hk query/key heads, D query/key head dim, Dv value head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention problem: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) -> out (B, Sq, Hq, Dv).
+
+    Query i sees key j iff  i + offset - window_left <= j <= i + offset + window_right, where
+    offset = Sk - Sq aligns the mask to the bottom right corner and -1 leaves a side open. A causal mask is
+    window_right = 0. Scores are softmax_scale * q.k, then softcap * tanh(scores / softcap) if softcap > 0.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    softmax_scale: float
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    deterministic: bool = False
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float,
+        window_left: int = -1,
+        window_right: int = -1,
+        softcap: float = 0.0,
+        deterministic: bool = False,
+    ) -> AttentionSpec:
+        """The spec of tensors and settings that `checked` has already accepted."""
+        batch, seqlen_q, heads_q, head_dim = q.shape
+        _, seqlen_k, heads_k, head_dim_v = v.shape
+        return AttentionSpec(
+            batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, q.dtype,
+            softmax_scale, window_left, window_right, softcap, deterministic,
+        )  # fmt: skip
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head (1 for MHA, Hq for MQA)."""
+        return self.heads_q // self.heads_k
+
+    @property
+    def offset(self) -> int:
+        """Column of the diagonal in row 0: the mask is aligned to the bottom right corner."""
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        """float32, or float64 for float64 inputs."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def visible_keys(self, row: int) -> tuple[int, int]:
+        """First and one-past-last key that query `row` sees; an empty range where it sees none."""
+        first, end = 0, self.seqlen_k
+        if self.window_left >= 0:
+            first = max(first, row + self.offset - self.window_left)
+        if self.window_right >= 0:
+            end = min(end, row + self.offset + self.window_right + 1)
+        return first, max(first, end)
+
+
+def mask_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    """(window_left, window_right) of the `causal` and `window_size` arguments; -1 is an open side."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: got {causal!r}; want a bool")
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size: got {window_size!r}; want a pair (left, right)")
+    for side in window_size:
+        if isinstance(side, (bool, float)) or side < -1:
+            raise ValueError(f"window_size: got {tuple(window_size)!r}; want integers >= 0, or -1 for an open side")
+    left, right = window_size
+    return left, 0 if causal else right
+
+
+def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The softmax scale: `softmax_scale`, or 1/sqrt(D) where it is None. Any finite number."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale: got {softmax_scale}; want a finite number or None for 1/sqrt(D)")
+    return softmax_scale
+
+
+def checked_softcap(softcap: float) -> float:
+    """The soft cap on the scores; 0.0 switches it off."""
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap: got {softcap}; want a finite number >= 0 (0.0 switches it off)")
+    return softcap
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises TypeError or ValueError, naming the argument, unless q, k and v make one attention problem."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}; want a torch.Tensor")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)")
+        if tensor.dtype not in SUPPORTED_DTYPES:
+            raise TypeError(f"{name}: got {tensor.dtype}; want float16, bfloat16, float32 or float64")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: got {tensor.dtype}; want the dtype of q, {q.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: is on {tensor.device}; want the device of q, {q.device}")
+        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: got head_dim {tensor.shape[3]}; want 1 to {MAX_HEAD_DIM}")
+        if tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: got batch {tensor.shape[0]}; want the batch of q, {q.shape[0]}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k: got head_dim {k.shape[3]}; want the head_dim of q, {q.shape[3]}")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v: got seqlen {v.shape[1]}; want the seqlen of k, {k.shape[1]}")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"v: got {v.shape[2]} heads; want the heads of k, {k.shape[2]}")
+    if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q: got {q.shape[2]} heads; want a positive multiple of the heads of k, {k.shape[2]}")
+
+
+def check_packed(name: str, packed: Tensor, parts: int) -> None:
+    """Raises unless `packed` is (batch, seqlen, parts, heads, head_dim), the layout of a packed projection."""
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name}: got {type(packed).__name__}; want a torch.Tensor")
+    if packed.dim() != 5 or packed.shape[2] != parts:
+        raise ValueError(
+            f"{name}: got shape {tuple(packed.shape)}; want 5 dimensions (batch, seqlen, {parts}, heads, head_dim)"
+        )
