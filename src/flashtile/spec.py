@@ -103,14 +103,14 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The softmax scale: `softmax_scale`, or 1/sqrt(D) where it is None. Any finite number."""
     if softmax_scale is None:
         return head_dim**-0.5
-    if not math.isfinite(softmax_scale):
+    if not -math.inf < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: got {softmax_scale}; want a finite number or None for 1/sqrt(D)")
     return softmax_scale
 
 
 def checked_softcap(softcap: float) -> float:
     """The soft cap on the scores; 0.0 switches it off."""
-    if not (math.isfinite(softcap) and softcap >= 0):
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap: got {softcap}; want a finite number >= 0 (0.0 switches it off)")
     return softcap
 
