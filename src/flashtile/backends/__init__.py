@@ -4,5 +4,6 @@
     forward(spec, q, k, v)                             -> out, lse
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
 
+out (B, Sq, Hq, Dv) and lse (B, Hq, Sq) are contiguous; dq, dk, dv are laid out as torch.empty_like(q), (k), (v).
 Backends never import each other.
 """

@@ -49,7 +49,7 @@ def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """out (B, Sq, Hq, Dv) in the dtype of q, lse (B, Hq, Sq) in float32 (float64 for float64 inputs)."""
     exact = spec.lse_dtype
     out, lse = attend(spec, q.to(exact), k.to(exact), v.to(exact))
-    return out.to(spec.dtype), lse
+    return out.to(spec.dtype).contiguous(), lse
 
 
 def backward(
@@ -76,7 +76,7 @@ def backward(
     ds = ds.masked_fill(~seen, 0.0) * spec.softmax_scale
     dq = torch.einsum("bhqk,bkhd->bqhd", ds, _per_query_head(spec, k_))  # dQ = dS K
     dk = _sum_over_group(spec, torch.einsum("bhqk,bqhd->bkhd", ds, q_))  # dK = dS^T Q
-    return dq.to(spec.dtype), dk.to(spec.dtype), dv.to(spec.dtype)
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
 def _scores(spec: AttentionSpec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
