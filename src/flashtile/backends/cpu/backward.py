@@ -16,21 +16,21 @@ from torch import Tensor
 from ...spec import AttentionSpec
 from . import workers
 from .tile import (
+    LOG2_E,
     Block,
     Scratch,
     Tile,
-    add_product,
-    exp_,
-    hide,
+    hide_,
     key_blocks,
-    keys_of,
     product_dtype,
-    queries_of,
     query_blocks,
     query_factor,
+    query_heads,
     scores,
-    visible_tiles,
+    tiles_of_keys,
 )
+
+_KeyRun = list[tuple[Block, list[tuple[Block, list[Tile]]]]]
 
 
 def backward(
@@ -45,11 +45,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k, v; dout or dlse may be None, which means zero."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    runs = _runs(spec)
-    # line 3: a dQ for each run of key blocks
+    runs = _key_runs(spec)
     shape = (len(runs), spec.batch, spec.heads_k, spec.seqlen_q * spec.group, spec.head_dim)
-    dq_sums = torch.zeros(shape, dtype=spec.lse_dtype)
-    given = Given(dout, dlse, q, k, v, out, lse)
+    dq_sums = torch.zeros(shape, dtype=spec.lse_dtype)  # line 3
+    given = _Given(q, k, v, out, lse.transpose(1, 2), dout, None if dlse is None else dlse.transpose(1, 2))
     tasks = itertools.product(enumerate(runs), range(spec.batch), range(spec.heads_k))
     workers.run(lambda: _KeyBlocks(spec, given, dq_sums, dk, dv), tasks)
     dq_sum = dq_sums.sum(0).mul_(spec.softmax_scale).unflatten(2, (spec.seqlen_q, spec.group))  # (B, Hk, Sq, G, D)
@@ -57,30 +56,30 @@ def backward(
     return dq, dk, dv
 
 
-def _runs(spec: AttentionSpec) -> list[list[Block]]:
-    """The key blocks in one run, or in a few where there are too few heads to keep every thread busy.
+def _key_runs(spec: AttentionSpec) -> list[_KeyRun]:
+    """The key blocks with their tiles, in one run, or in a few where there are fewer heads than threads.
 
     Parallel key blocks would race for dQ; each run sums a dQ of its own, so the same bits come every time.
     """
-    blocks, heads = key_blocks(spec), max(1, spec.batch * spec.heads_k)
-    runs = max(1, min(len(blocks), 2 * workers.count() // heads))
+    blocks = [(keys, tiles_of_keys(spec, keys)) for keys in key_blocks(spec)]
+    runs = max(1, min(len(blocks), 2 * workers.count() // max(1, spec.batch * spec.heads_k)))
     return [blocks[start::runs] for start in range(runs)]
 
 
-class Given(NamedTuple):
+class _Given(NamedTuple):
     """What the forward pass kept, and the gradients that flow in; None is zero."""
 
-    dout: Tensor | None  # (B, Sq, Hq, Dv)
-    dlse: Tensor | None  # (B, Hq, Sq)
-    q: Tensor
+    q: Tensor  # (B, Sq, Hq, D)
     k: Tensor
     v: Tensor
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # (B, Sq, Hq, Dv)
+    lse: Tensor  # (B, Sq, Hq)
+    dout: Tensor | None  # (B, Sq, Hq, Dv)
+    dlse: Tensor | None  # (B, Sq, Hq)
 
 
 class _Rows(NamedTuple):
-    """Line 9: one block of queries. q and dout are operands of products, q_scaled makes the scores."""
+    """One block of queries. q and dout are operands of products, q_scaled makes the scores."""
 
     q_scaled: Tensor  # (R, D)
     q: Tensor  # (R, D)
@@ -89,13 +88,12 @@ class _Rows(NamedTuple):
     delta: Tensor  # (R, 1)
     dq: Tensor  # (R, D), a sum over key blocks
 
-    def part(self, rows: slice) -> _Rows:
-        dout = None if self.dout is None else self.dout[rows]
-        return _Rows(self.q_scaled[rows], self.q[rows], dout, self.lse[rows], self.delta[rows], self.dq[rows])
+    def part(self, rows: slice | None) -> _Rows:
+        return self if rows is None else _Rows._make(None if x is None else x[rows] for x in self)
 
 
 class _Columns(NamedTuple):
-    """Lines 6 and 7: one block of keys, as operands of products; dk_t and dv_t are sums over query blocks."""
+    """One block of keys, as operands of products; dk_t and dv_t are sums over query blocks."""
 
     k_scores: Tensor  # (N, D), in the dtype of scores
     k: Tensor  # (N, D)
@@ -103,78 +101,93 @@ class _Columns(NamedTuple):
     dk_t: Tensor  # (D, N): transposed, as Q^T dS runs a third faster than dS^T Q
     dv_t: Tensor  # (Dv, N)
 
-    def part(self, cols: slice) -> _Columns:
+    def part(self, cols: slice | None) -> _Columns:
+        if cols is None:
+            return self
         return _Columns(self.k_scores[cols], self.k[cols], self.v[cols], self.dk_t[:, cols], self.dv_t[:, cols])
 
 
 class _KeyBlocks:
-    """Lines 5 to 19 for one run of key blocks after another, on one thread."""
+    """Lines 5 to 19 for one run of key blocks after another."""
 
-    def __init__(self, spec: AttentionSpec, given: Given, dq_sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, given: _Given, dq_sums: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.spec, self.given, self.dq_sums, self.dk, self.dv = spec, given, dq_sums, dk, dv
-        self.scores, self.capped, self.grads = (Scratch(spec, spec.lse_dtype) for _ in range(3))
-        self.operands = Scratch(spec, product_dtype(spec))
+        self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
 
-    def __call__(self, run: tuple[int, list[Block]], batch: int, head_k: int) -> None:
-        spec, (index, key_run) = self.spec, run
-        dq = self.dq_sums[index, batch, head_k]  # (Sq * G, D)
-        deltas = [(queries, self._delta(queries, batch, head_k)) for queries in query_blocks(spec)]  # line 4
-        for keys in key_run:  # line 5
-            columns = self._columns(keys, batch, head_k)  # lines 6, 7
-            for queries, delta in deltas:  # line 8
-                tiles = list(visible_tiles(spec, queries, keys))
-                if not tiles:
-                    continue
-                rows = self._rows(queries, batch, head_k, delta, dq)  # line 9
+    def __call__(self, run: tuple[int, _KeyRun], batch: int, head_k: int) -> None:
+        index, key_run = run
+        k, v, dk, dv = (x[batch, :, head_k] for x in (self.given.k, self.given.v, self.dk, self.dv))
+        row_blocks = self._row_blocks(batch, head_k, self.dq_sums[index, batch, head_k])  # lines 2, 4
+        for keys, tiles_by_queries in key_run:  # line 5
+            inside = slice(*keys)
+            columns = self._columns(k[inside], v[inside])  # lines 6, 7
+            for queries, tiles in tiles_by_queries:  # line 8
+                rows = self._loaded(row_blocks[queries])  # line 9
                 for tile in tiles:
-                    row_part = rows.part(tile.queries.within(queries, spec.group))
-                    self._tile(tile, row_part, columns.part(tile.keys.within(keys)))
-            keys_of(self.dk, batch, head_k, keys).copy_(columns.dk_t.mul_(spec.softmax_scale).t())  # line 18
-            keys_of(self.dv, batch, head_k, keys).copy_(columns.dv_t.t())
+                    self._tile(tile, rows.part(tile.rows), columns.part(tile.cols))
+            dk[inside] = columns.dk_t.mul_(self.spec.softmax_scale).t()  # line 18
+            dv[inside] = columns.dv_t.t()
 
-    def _delta(self, queries: Block, batch: int, head_k: int) -> Tensor:
-        """Line 4: D = rowsum(dO o O), (R, 1). The gradient of lse enters dS with the opposite sign: D - dlse."""
-        spec, (dout, dlse, *_, out, _) = self.spec, self.given
-        delta = torch.zeros(len(queries), spec.group, dtype=spec.lse_dtype)
-        if dout is not None:
-            do, o = (queries_of(spec, x, batch, head_k, queries).to(spec.lse_dtype) for x in (dout, out))
-            torch.sum(do * o, -1, out=delta)
-        if dlse is not None:
-            delta -= queries_of(spec, dlse.transpose(1, 2), batch, head_k, queries)
-        return delta.view(-1, 1)
+    def _row_blocks(self, batch: int, head_k: int, dq: Tensor) -> dict[Block, _Rows]:
+        """All blocks of queries of one key head, as views; line 4: D = rowsum(dO o O).
 
-    def _columns(self, keys: Block, batch: int, head_k: int) -> _Columns:
-        exact, product = self.spec.lse_dtype, product_dtype(self.spec)
-        k, v = (keys_of(x, batch, head_k, keys) for x in (self.given.k, self.given.v))
-        dk_t, dv_t = (torch.zeros(x.shape[1], x.shape[0], dtype=exact) for x in (k, v))
-        return _Columns(k.to(exact), k.to(product), v.to(product), dk_t, dv_t)
+        The gradient of lse enters dS like D, with the opposite sign.
+        """
+        spec = self.spec
+        given, blocks = self.given, {}
+        q, out, lse = (query_heads(spec, x, batch, head_k) for x in (given.q, given.out, given.lse))  # (Sq, G, ...)
+        dout, dlse = (None if x is None else query_heads(spec, x, batch, head_k) for x in (given.dout, given.dlse))
+        for queries in query_blocks(spec):
+            inside = slice(*queries)
+            delta = torch.zeros(len(queries), spec.group, dtype=self.exact)
+            if dout is not None:
+                torch.sum(dout[inside].to(self.exact) * out[inside], -1, out=delta)
+            if dlse is not None:
+                delta -= dlse[inside]
+            q_i = q[inside].flatten(0, 1)
+            do_i = None if dout is None else dout[inside].flatten(0, 1)
+            dq_i = dq[queries.start * spec.group : queries.end * spec.group]
+            blocks[queries] = _Rows(q_i, q_i, do_i, lse[inside].reshape(-1, 1), delta.view(-1, 1), dq_i)
+        return blocks
 
-    def _rows(self, queries: Block, batch: int, head_k: int, delta: Tensor, dq: Tensor) -> _Rows:
-        spec, given, exact, product = self.spec, self.given, self.spec.lse_dtype, product_dtype(self.spec)
-        q = queries_of(spec, given.q, batch, head_k, queries).flatten(0, 1)
-        lse = queries_of(spec, given.lse.transpose(1, 2), batch, head_k, queries).reshape(-1, 1)
-        dout = None
-        if given.dout is not None:
-            dout = queries_of(spec, given.dout, batch, head_k, queries).flatten(0, 1).to(product)
-        dq = dq[queries.start * spec.group : queries.end * spec.group]
-        return _Rows(q.to(exact) * query_factor(spec), q.to(product), dout, lse, delta, dq)
+    def _loaded(self, rows: _Rows) -> _Rows:
+        """Line 9: the operands in the dtypes in which they are multiplied."""
+        return rows._replace(
+            q_scaled=torch.mul(
+                rows.q, query_factor(self.spec), out=self.scratch("q_scaled", self.exact, *rows.q.shape)
+            ),
+            q=self.scratch.converted("q", self.product, rows.q),
+            dout=None if rows.dout is None else self.scratch.converted("dout", self.product, rows.dout),
+        )
+
+    def _columns(self, k: Tensor, v: Tensor) -> _Columns:
+        scratch, exact, product = self.scratch, self.exact, self.product
+        return _Columns(
+            scratch.converted("k_scores", exact, k),  # line 6
+            scratch.converted("k", product, k),
+            scratch.converted("v", product, v),
+            scratch("dk", exact, k.shape[1], k.shape[0]).zero_(),  # line 7
+            scratch("dv", exact, v.shape[1], v.shape[0]).zero_(),
+        )
 
     def _tile(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
         """Lines 10 to 16."""
-        spec = self.spec
-        s = scores(spec, rows.q_scaled, columns.k_scores, self.scores)  # line 10
-        capped = self.capped.tile(*s.shape).copy_(s) if spec.softcap > 0 else None
-        p = exp_(s.sub_(rows.lse))  # line 11
-        hide(spec, tile, p, 0.0)
+        spec, scratch, product = self.spec, self.scratch, self.product
+        s = scores(spec, rows.q_scaled, columns.k_scores, scratch)  # line 10
+        capped = scratch("capped", s.dtype, *s.shape).copy_(s) if spec.softcap > 0 else None
+        p = s.sub_(rows.lse).mul_(LOG2_E).exp2_()  # line 11
+        if tile.masked:
+            hide_(spec, tile, p, 0.0)
         if rows.dout is None:
             ds = p.mul_(-rows.delta)
         else:
-            add_product(columns.dv_t, rows.dout.t(), self.operands.converted(p))  # line 12: dV^T += dO^T P
-            dp = torch.mm(rows.dout, columns.v.t(), out=self.operands.tile(*s.shape))  # line 13
-            ds = self.grads.converted(dp).sub_(rows.delta).mul_(p)  # line 14
+            scratch.add_product(columns.dv_t, rows.dout.t(), scratch.converted("operand", product, p))  # line 12
+            dp = torch.mm(rows.dout, columns.v.t(), out=scratch("operand", product, *p.shape))  # line 13
+            ds = scratch.converted("ds", p.dtype, dp).sub_(rows.delta).mul_(p)  # line 14
         if capped is not None:
-            ds.mul_(1 - (capped / spec.softcap).square_())  # d tanh(x) = 1 - tanh(x)^2
-        hide(spec, tile, ds, 0.0)
-        ds = self.operands.converted(ds)
-        add_product(rows.dq, ds, columns.k)  # line 15
-        add_product(columns.dk_t, rows.q.t(), ds)  # line 16: dK^T += Q^T dS
+            ds.mul_(1 - capped.div_(spec.softcap).square_())  # the derivative of tanh is 1 - tanh^2
+        if tile.masked:
+            hide_(spec, tile, ds, 0.0)
+        ds = scratch.converted("operand", product, ds)
+        scratch.add_product(rows.dq, ds, columns.k)  # line 15
+        scratch.add_product(columns.dk_t, rows.q.t(), ds)  # line 16

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,19 +17,17 @@ from torch import Tensor
 from ...spec import AttentionSpec
 from . import workers
 from .tile import (
+    LOG2_E,
     Block,
     Scratch,
-    add_product,
-    exp_,
-    hide,
-    key_blocks,
-    keys_of,
+    Tile,
+    hide_,
     product_dtype,
-    queries_of,
     query_blocks,
     query_factor,
+    query_heads,
     scores,
-    visible_tiles,
+    tiles_of_queries,
     without_keys,
 )
 
@@ -38,50 +37,70 @@ def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     out = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, dtype=spec.dtype)
     lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=spec.lse_dtype)
     # line 3, in parallel; the last query blocks first, as they see most keys under a causal mask
-    tasks = itertools.product(reversed(query_blocks(spec)), range(spec.batch), range(spec.heads_k))
+    blocks = [(queries, tiles_of_queries(spec, queries)) for queries in reversed(query_blocks(spec))]
+    tasks = itertools.product(blocks, range(spec.batch), range(spec.heads_k))
     workers.run(lambda: _QueryBlocks(spec, q, k, v, out, lse), tasks)
     return out, lse
 
 
+class _Rows(NamedTuple):
+    """Lines 4 and 5: one block of queries."""
+
+    q: Tensor  # (R, D)
+    o: Tensor  # (R, Dv)
+    ell: Tensor  # (R, 1)
+    minus_m: Tensor  # (R, 1), in units of log 2
+
+    def part(self, rows: slice | None) -> _Rows:
+        return self if rows is None else _Rows(*(x[rows] for x in self))
+
+
 class _QueryBlocks:
-    """Lines 4 to 15 for one block of queries after another, on one thread."""
+    """Lines 4 to 15 for one block of queries after another."""
 
     def __init__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        self.spec, self.q, self.k, self.v, self.out, self.lse = spec, q, k, v, out, lse
-        self.scores = Scratch(spec, spec.lse_dtype)
-        self.operands = Scratch(spec, product_dtype(spec))
+        self.spec, self.q, self.k, self.v, self.out, self.lse = spec, q, k, v, out, lse.transpose(1, 2)
+        self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
 
-    def __call__(self, queries: Block, batch: int, head_k: int) -> None:
-        spec, exact = self.spec, self.spec.lse_dtype
-        q_i = queries_of(spec, self.q, batch, head_k, queries).flatten(0, 1)  # (R, D), line 4
-        q_i = q_i.to(exact) * query_factor(spec)
-        o_i = q_i.new_zeros(len(q_i), spec.head_dim_v)  # line 5
-        l_i = q_i.new_zeros(len(q_i), 1)
-        m_i = torch.full_like(l_i, torch.finfo(exact).min)  # finite, so that a row without keys gives no NaN
-        for keys in key_blocks(spec):  # line 6
-            tiles = list(visible_tiles(spec, queries, keys))
-            if not tiles:
-                continue
-            k_j = keys_of(self.k, batch, head_k, keys).to(exact)  # (N, D), line 7
-            v_j = keys_of(self.v, batch, head_k, keys).to(product_dtype(spec))  # (N, Dv)
+    def __call__(self, block: tuple[Block, list[tuple[Block, list[Tile]]]], batch: int, head_k: int) -> None:
+        spec, scratch, (queries, tiles_by_keys) = self.spec, self.scratch, block
+        q, out, lse = (
+            query_heads(spec, x, batch, head_k)[queries.start : queries.end] for x in (self.q, self.out, self.lse)
+        )
+        rows = self._start(q)
+        k, v = self.k[batch, :, head_k], self.v[batch, :, head_k]
+        for keys, tiles in tiles_by_keys:  # line 6
+            k_j = scratch.converted("k", self.exact, k[keys.start : keys.end])  # (N, D), line 7
+            v_j = scratch.converted("v", self.product, v[keys.start : keys.end])  # (N, Dv)
             for tile in tiles:
-                rows, cols = tile.queries.within(queries, spec.group), tile.keys.within(keys)
-                s = scores(spec, q_i[rows], k_j[cols], self.scores)  # line 8
-                hide(spec, tile, s, -math.inf)
-                shrink = _online_softmax(s, m_i[rows], l_i[rows])  # line 9
-                add_product(o_i[rows].mul_(shrink), self.operands.converted(s), v_j[cols])  # line 10
-        o_i.div_(l_i)  # line 12
-        o_i[: max(0, without_keys(spec) - queries.start) * spec.group] = 0
-        l_i.log_().add_(m_i)  # line 13
-        queries_of(spec, self.out, batch, head_k, queries).copy_(o_i.unflatten(0, (-1, spec.group)))  # line 14
-        queries_of(spec, self.lse.transpose(1, 2), batch, head_k, queries).copy_(l_i.view(-1, spec.group))  # line 15
+                cols = tile.cols
+                if cols is None:
+                    self._tile(tile, rows, k_j, v_j)
+                else:
+                    self._tile(tile, rows.part(tile.rows), k_j[cols], v_j[cols])
+        rows.o.div_(rows.ell)  # line 12
+        rows.o[: max(0, without_keys(spec) - queries.start) * spec.group] = 0
+        l_i = (rows.ell.double().log2() - rows.minus_m).div_(LOG2_E)  # line 13, in float64 for one rounding at the end
+        out.copy_(rows.o.view(out.shape))  # line 14
+        lse.copy_(l_i.view(lse.shape))  # line 15
 
+    def _start(self, q: Tensor) -> _Rows:
+        q = q.flatten(0, 1)  # (R, D), line 4
+        q_i = torch.mul(q, query_factor(self.spec), out=self.scratch("q", self.exact, *q.shape))
+        o_i = self.scratch("o", self.exact, len(q), self.spec.head_dim_v).zero_()  # line 5
+        ell, minus_m = self.scratch("l, m", self.exact, 2, len(q), 1).zero_()
+        minus_m.fill_(torch.finfo(self.exact).max)  # not inf: rows without keys stay clear of NaN
+        return _Rows(q_i, o_i, ell, minus_m)
 
-def _online_softmax(s: Tensor, m: Tensor, ell: Tensor) -> Tensor:
-    """Line 9: turns S into P, updates m and l (here ell), and returns the factor by which O shrinks, (R, 1)."""
-    m_new = torch.maximum(m, s.amax(1, keepdim=True))
-    p = exp_(s.sub_(m_new))
-    shrink = exp_(m - m_new)
-    ell.mul_(shrink).add_(p.sum(1, keepdim=True))
-    m.copy_(m_new)
-    return shrink
+    def _tile(self, tile: Tile, rows: _Rows, k_j: Tensor, v_j: Tensor) -> None:
+        """Lines 8 to 10."""
+        s = scores(self.spec, rows.q, k_j, self.scratch)  # line 8
+        if tile.masked:
+            hide_(self.spec, tile, s, -math.inf)
+        minus_m = torch.minimum(rows.minus_m, s.amax(1, keepdim=True).mul_(-LOG2_E))  # line 9
+        p = torch.add(minus_m, s, alpha=LOG2_E, out=s).exp2_()
+        shrink = (minus_m - rows.minus_m).exp2_()
+        rows.minus_m.copy_(minus_m)
+        torch.addcmul(p.sum(1, keepdim=True), rows.ell, shrink, out=rows.ell)
+        rows.o.mul_(shrink)  # line 10
+        self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), v_j)
