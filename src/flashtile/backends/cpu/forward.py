@@ -18,6 +18,7 @@ from ...spec import AttentionSpec
 from . import workers
 from .tile import (
     LOG2_E,
+    TILE_ROWS,
     Block,
     Scratch,
     Tile,
@@ -38,7 +39,7 @@ def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=spec.lse_dtype)
     # line 3, in parallel; the last query blocks first, as they see most keys under a causal mask
     blocks = [(queries, tiles_of_queries(spec, queries)) for queries in reversed(query_blocks(spec))]
-    tasks = itertools.product(blocks, range(spec.batch), range(spec.heads_k))
+    tasks = itertools.product(range(spec.batch), range(spec.heads_k), blocks)
     workers.run(lambda: _QueryBlocks(spec, q, k, v, out, lse), tasks)
     return out, lse
 
@@ -61,17 +62,16 @@ class _QueryBlocks:
     def __init__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         self.spec, self.q, self.k, self.v, self.out, self.lse = spec, q, k, v, out, lse.transpose(1, 2)
         self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
+        self.head: tuple[int, int] | None = None
+        self.head_keys: tuple[Tensor, Tensor]
 
-    def __call__(self, block: tuple[Block, list[tuple[Block, list[Tile]]]], batch: int, head_k: int) -> None:
-        spec, scratch, (queries, tiles_by_keys) = self.spec, self.scratch, block
-        q, out, lse = (
-            query_heads(spec, x, batch, head_k)[queries.start : queries.end] for x in (self.q, self.out, self.lse)
-        )
+    def __call__(self, batch: int, head_k: int, block: tuple[Block, list[tuple[Block, list[Tile]]]]) -> None:
+        spec, (queries, tiles_by_keys) = self.spec, block
+        q, out, lse = (query_heads(spec, x, batch, head_k)[slice(*queries)] for x in (self.q, self.out, self.lse))
         rows = self._start(q)
-        k, v = self.k[batch, :, head_k], self.v[batch, :, head_k]
+        k, v = self._keys(batch, head_k)
         for keys, tiles in tiles_by_keys:  # line 6
-            k_j = scratch.converted("k", self.exact, k[keys.start : keys.end])  # (N, D), line 7
-            v_j = scratch.converted("v", self.product, v[keys.start : keys.end])  # (N, Dv)
+            k_j, v_j = k[slice(*keys)], v[slice(*keys)]  # (N, D), (N, Dv)
             for tile in tiles:
                 cols = tile.cols
                 if cols is None:
@@ -80,9 +80,22 @@ class _QueryBlocks:
                     self._tile(tile, rows.part(tile.rows), k_j[cols], v_j[cols])
         rows.o.div_(rows.ell)  # line 12
         rows.o[: max(0, without_keys(spec) - queries.start) * spec.group] = 0
-        l_i = (rows.ell.double().log2() - rows.minus_m).div_(LOG2_E)  # line 13, in float64 for one rounding at the end
+        l_i = (rows.ell.double().log2() - rows.minus_m).div_(
+            LOG2_E[self.exact]
+        )  # line 13, in float64 for one rounding at the end
         out.copy_(rows.o.view(out.shape))  # line 14
         lse.copy_(l_i.view(lse.shape))  # line 15
+
+    def _keys(self, batch: int, head_k: int) -> tuple[Tensor, Tensor]:
+        """Line 7: K (Sk, D) and V (Sk, Dv) of a key head in the dtypes of products.
+
+        Where several blocks of queries follow each other, also contiguous, for products 3 % faster.
+        """
+        if self.head != (batch, head_k):
+            k, v = self.k[batch, :, head_k].to(self.exact), self.v[batch, :, head_k].to(self.product)
+            reused = self.spec.seqlen_q * self.spec.group > TILE_ROWS
+            self.head, self.head_keys = (batch, head_k), (k.contiguous(), v.contiguous()) if reused else (k, v)
+        return self.head_keys
 
     def _start(self, q: Tensor) -> _Rows:
         q = q.flatten(0, 1)  # (R, D), line 4
@@ -94,11 +107,12 @@ class _QueryBlocks:
 
     def _tile(self, tile: Tile, rows: _Rows, k_j: Tensor, v_j: Tensor) -> None:
         """Lines 8 to 10."""
+        log2_e = LOG2_E[self.exact]
         s = scores(self.spec, rows.q, k_j, self.scratch)  # line 8
         if tile.masked:
             hide_(self.spec, tile, s, -math.inf)
-        minus_m = torch.minimum(rows.minus_m, s.amax(1, keepdim=True).mul_(-LOG2_E))  # line 9
-        p = torch.add(minus_m, s, alpha=LOG2_E, out=s).exp2_()
+        minus_m = torch.minimum(rows.minus_m, s.amax(1, keepdim=True).mul_(-log2_e))  # line 9
+        p = torch.add(minus_m, s, alpha=log2_e, out=s).exp2_()
         shrink = (minus_m - rows.minus_m).exp2_()
         rows.minus_m.copy_(minus_m)
         torch.addcmul(p.sum(1, keepdim=True), rows.ell, shrink, out=rows.ell)
