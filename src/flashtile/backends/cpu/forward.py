@@ -99,7 +99,7 @@ class _QueryBlocks:
 
     def _start(self, q: Tensor) -> _Rows:
         q = q.flatten(0, 1)  # (R, D), line 4
-        q_i = torch.mul(q, query_factor(self.spec), out=self.scratch("q", self.exact, *q.shape))
+        q_i = self.scratch("q", self.exact, *q.shape).copy_(q).mul_(query_factor(self.spec))
         o_i = self.scratch("o", self.exact, len(q), self.spec.head_dim_v).zero_()  # line 5
         ell, minus_m = self.scratch("l, m", self.exact, 2, len(q), 1).zero_()
         minus_m.fill_(torch.finfo(self.exact).max)  # not inf: rows without keys stay clear of NaN

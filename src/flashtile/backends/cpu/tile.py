@@ -200,4 +200,5 @@ class Scratch:
         if total.dtype == a.dtype:
             torch.addmm(total, a, b, out=total)
         else:
-            total.add_(torch.mm(a, b, out=self("product", a.dtype, *total.shape)))
+            product = torch.mm(a, b, out=self("product", a.dtype, *total.shape))
+            total.add_(self.converted("sum", total.dtype, product))  # mixed dtypes would allocate
