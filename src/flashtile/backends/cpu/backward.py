@@ -16,7 +16,9 @@ from torch import Tensor
 from ...spec import AttentionSpec
 from . import workers
 from .tile import (
+    INNER,
     LOG2_E,
+    OUTER,
     Block,
     Scratch,
     Tile,
@@ -46,24 +48,29 @@ def backward(
     """dq, dk, dv, laid out as q, k, v; dout or dlse may be None, which means zero."""
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     runs = _key_runs(spec)
-    shape = (len(runs), spec.batch, spec.heads_k, spec.seqlen_q * spec.group, spec.head_dim)
-    dq_sums = torch.zeros(shape, dtype=spec.lse_dtype)  # line 3
+    shape = (spec.batch, spec.heads_k, len(runs), spec.seqlen_q * spec.group, spec.head_dim)
+    dq_sums = torch.empty(shape, dtype=spec.lse_dtype)
     given = _Given(q, k, v, out, lse.transpose(1, 2), dout, None if dlse is None else dlse.transpose(1, 2))
-    tasks = itertools.product(enumerate(runs), range(spec.batch), range(spec.heads_k))
-    workers.run(lambda: _KeyBlocks(spec, given, dq_sums, dk, dv), tasks)
-    dq_sum = dq_sums.sum(0).mul_(spec.softmax_scale).unflatten(2, (spec.seqlen_q, spec.group))  # (B, Hk, Sq, G, D)
-    dq.unflatten(2, (spec.heads_k, spec.group)).copy_(dq_sum.transpose(1, 2))
+    heads = list(itertools.product(range(spec.batch), range(spec.heads_k)))
+    workers.run(lambda: _KeyBlocks(spec, given, dq_sums, dk, dv), [(*head, *run) for head in heads for run in runs])
+
+    def sum_dq(batch: int, head_k: int) -> None:
+        dq_sum = dq_sums[batch, head_k].sum(0).mul_(spec.softmax_scale)
+        query_heads(spec, dq, batch, head_k).copy_(dq_sum.view(spec.seqlen_q, spec.group, spec.head_dim))
+
+    workers.run(lambda: sum_dq, heads)
     return dq, dk, dv
 
 
-def _key_runs(spec: AttentionSpec) -> list[_KeyRun]:
-    """The key blocks with their tiles, in one run, or in a few where there are fewer heads than threads.
+def _key_runs(spec: AttentionSpec) -> list[tuple[int, _KeyRun]]:
+    """The key blocks with their tiles, in a few numbered runs, so that all threads are busy to the end.
 
     Parallel key blocks would race for dQ; each run sums a dQ of its own, so the same bits come every time.
     """
-    blocks = [(keys, tiles_of_keys(spec, keys)) for keys in key_blocks(spec)]
-    runs = max(1, min(len(blocks), 2 * workers.count() // max(1, spec.batch * spec.heads_k)))
-    return [blocks[start::runs] for start in range(runs)]
+    blocks = [(keys, tiles_of_keys(spec, keys)) for keys in key_blocks(spec, OUTER)]
+    wanted = 8 * workers.count() // max(1, spec.batch * spec.heads_k)
+    runs = max(1, min(wanted, len(blocks), 8))  # not more than 8, to keep the memory for dQ linear
+    return [(index, blocks[index::runs]) for index in range(runs)]
 
 
 class _Given(NamedTuple):
@@ -114,10 +121,10 @@ class _KeyBlocks:
         self.spec, self.given, self.dq_sums, self.dk, self.dv = spec, given, dq_sums, dk, dv
         self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
 
-    def __call__(self, run: tuple[int, _KeyRun], batch: int, head_k: int) -> None:
-        index, key_run = run
+    def __call__(self, batch: int, head_k: int, index: int, key_run: _KeyRun) -> None:
         k, v, dk, dv = (x[batch, :, head_k] for x in (self.given.k, self.given.v, self.dk, self.dv))
-        row_blocks = self._row_blocks(batch, head_k, self.dq_sums[index, batch, head_k])  # lines 2, 4
+        dq = self.dq_sums[batch, head_k, index].zero_()  # line 3
+        row_blocks = self._row_blocks(batch, head_k, dq)  # lines 2, 4
         for keys, tiles_by_queries in key_run:  # line 5
             inside = slice(*keys)
             columns = self._columns(k[inside], v[inside])  # lines 6, 7
@@ -137,7 +144,7 @@ class _KeyBlocks:
         given, blocks = self.given, {}
         q, out, lse = (query_heads(spec, x, batch, head_k) for x in (given.q, given.out, given.lse))  # (Sq, G, ...)
         dout, dlse = (None if x is None else query_heads(spec, x, batch, head_k) for x in (given.dout, given.dlse))
-        for queries in query_blocks(spec):
+        for queries in query_blocks(spec, INNER):
             inside = slice(*queries)
             delta = torch.zeros(len(queries), spec.group, dtype=self.exact)
             if dout is not None:

@@ -18,7 +18,7 @@ from ...spec import AttentionSpec
 from . import workers
 from .tile import (
     LOG2_E,
-    TILE_ROWS,
+    OUTER,
     Block,
     Scratch,
     Tile,
@@ -38,7 +38,7 @@ def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     out = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, dtype=spec.dtype)
     lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=spec.lse_dtype)
     # line 3, in parallel; the last query blocks first, as they see most keys under a causal mask
-    blocks = [(queries, tiles_of_queries(spec, queries)) for queries in reversed(query_blocks(spec))]
+    blocks = [(queries, tiles_of_queries(spec, queries)) for queries in reversed(query_blocks(spec, OUTER))]
     tasks = itertools.product(range(spec.batch), range(spec.heads_k), blocks)
     workers.run(lambda: _QueryBlocks(spec, q, k, v, out, lse), tasks)
     return out, lse
@@ -93,7 +93,7 @@ class _QueryBlocks:
         """
         if self.head != (batch, head_k):
             k, v = self.k[batch, :, head_k].to(self.exact), self.v[batch, :, head_k].to(self.product)
-            reused = self.spec.seqlen_q * self.spec.group > TILE_ROWS
+            reused = self.spec.seqlen_q * self.spec.group > OUTER
             self.head, self.head_keys = (batch, head_k), (k.contiguous(), v.contiguous()) if reused else (k, v)
         return self.head_keys
 

@@ -20,10 +20,11 @@ from ...spec import AttentionSpec
 # The number that torch multiplies by: rounded to the dtype of scores.
 LOG2_E = {dtype: torch.tensor(math.log2(math.e), dtype=dtype).item() for dtype in (torch.float32, torch.float64)}
 
-# Rows and keys of a tile. A tile costs some 30 calls into torch whatever its size: half as large, everything runs
-# a tenth slower. Twice as large gains nothing more, and 2 MB of float32 scores still fit a core's share of the caches.
-TILE_ROWS = 1024
-TILE_KEYS = 512
+# Rows and keys of the blocks that tasks are made of, and of those that a task loops over. A tile costs some 30 calls
+# into torch whatever its size: half as large, everything runs a tenth slower. Twice as large gains nothing more, and
+# its 2 MB of float32 scores still fit a core's share of the caches.
+OUTER = 512
+INNER = 1024
 # A tile across an edge of the mask is cut into strips of this many queries: the finest that bfloat16's products bear.
 STRIP = 256
 
@@ -51,15 +52,15 @@ class Tile(NamedTuple):
     cols: slice | None = None
 
 
-def query_blocks(spec: AttentionSpec) -> list[Block]:
+def query_blocks(spec: AttentionSpec, rows: int) -> list[Block]:
     """The T_r blocks of queries (line 1 of both algorithms)."""
-    return _blocks(spec.seqlen_q, max(1, TILE_ROWS // spec.group))
+    return _blocks(spec.seqlen_q, max(1, rows // spec.group))
 
 
-def key_blocks(spec: AttentionSpec) -> list[Block]:
+def key_blocks(spec: AttentionSpec, keys: int) -> list[Block]:
     """The T_c blocks of keys (line 1 of both algorithms); longer ones where there are few rows."""
-    rows = max(1, min(TILE_ROWS, spec.seqlen_q * spec.group))
-    return _blocks(spec.seqlen_k, min(4096, TILE_ROWS * TILE_KEYS // rows))
+    rows = max(1, spec.seqlen_q * spec.group)
+    return _blocks(spec.seqlen_k, max(keys, min(4096, OUTER * INNER // rows)))
 
 
 def _blocks(length: int, size: int) -> list[Block]:
@@ -96,13 +97,13 @@ def _all_visible(spec: AttentionSpec, queries: Block, keys: Block) -> bool:
 
 def tiles_of_queries(spec: AttentionSpec, queries: Block) -> list[tuple[Block, list[Tile]]]:
     """The key blocks that a block of queries sees, each with its tiles (lines 6 and 8 of Algorithm 1)."""
-    pairs = ((keys, visible_tiles(spec, queries, keys)) for keys in key_blocks(spec))
+    pairs = ((keys, visible_tiles(spec, queries, keys)) for keys in key_blocks(spec, INNER))
     return [(keys, tiles) for keys, tiles in pairs if tiles]
 
 
 def tiles_of_keys(spec: AttentionSpec, keys: Block) -> list[tuple[Block, list[Tile]]]:
     """The query blocks that see a block of keys, each with its tiles (lines 8 and 10 of Algorithm 2)."""
-    pairs = ((queries, visible_tiles(spec, queries, keys)) for queries in query_blocks(spec))
+    pairs = ((queries, visible_tiles(spec, queries, keys)) for queries in query_blocks(spec, INNER))
     return [(queries, tiles) for queries, tiles in pairs if tiles]
 
 
