@@ -1,12 +1,13 @@
 """FlashAttention-2 forward pass (Algorithm 1) in torch operations on tiles.
 
 Legend: B batch, Sq/Sk lengths, Hq/Hk heads (G = Hq / Hk query heads share one key head), D/Dv head dims,
-Z heads at once, M queries (R = M * G rows) and N keys of a tile. Q: (Z, R, D) · K: (Z, N, D) · V: (Z, N, Dv) ·
-S, P: (Z, R, N) · O: (Z, R, Dv) · m, l: (Z, R, 1).
+M queries (R = M * G rows) and N keys of a tile. Q: (R, D) · K: (N, D) · V: (N, Dv) · S, P: (R, N) ·
+O: (R, Dv) · m, l: (R, 1).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -14,15 +15,18 @@ import torch
 from torch import Tensor
 
 from ...spec import AttentionSpec
+from . import workers
 from .tile import (
     LOG2_E,
+    OUTER,
+    Block,
     Scratch,
     Tile,
-    heads_at_once,
     hide_,
     product_dtype,
     query_blocks,
     query_factor,
+    query_heads,
     scores,
     tiles_of_queries,
     without_keys,
@@ -31,62 +35,86 @@ from .tile import (
 
 def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in the dtype of q, lse (B, Hq, Sq) in float32 (float64 for float64 inputs)."""
-    out = q.new_empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v)
-    lse = q.new_empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=spec.lse_dtype)
-    blocks = [(queries, tiles_of_queries(spec, queries)) for queries in query_blocks(spec)]
-    scratch = Scratch()
-    for heads in heads_at_once(spec):
-        q_heads, out_heads, lse_heads = (heads.of_queries(spec, x) for x in (q, out, lse.mT))  # (B', H', Sq, G, ...)
-        k_heads = heads.of_keys(k).to(spec.lse_dtype).flatten(0, 1)  # (Z, Sk, D)
-        v_heads = heads.of_keys(v).to(product_dtype(spec)).flatten(0, 1)  # (Z, Sk, Dv)
-        for queries, tiles_by_keys in blocks:  # line 3
-            inside = slice(*queries)
-            rows = _start(spec, q_heads[:, :, inside], scratch)  # lines 4, 5
-            for keys, tiles in tiles_by_keys:  # line 6
-                k_j, v_j = k_heads[:, slice(*keys)], v_heads[:, slice(*keys)]  # line 7
-                for tile in tiles:
-                    _tile(spec, tile, rows.part(tile.rows), k_j[:, tile.cols], v_j[:, tile.cols], scratch)
-            rows.o.div_(rows.ell)  # line 12
-            rows.o[:, : max(0, without_keys(spec) - queries.start) * spec.group] = 0
-            # line 13, in float64 so that only the result is rounded
-            l_i = (rows.ell.double().log2() - rows.minus_m).div_(LOG2_E[spec.lse_dtype])
-            out_heads[:, :, inside].copy_(rows.o.view(out_heads[:, :, inside].shape))  # line 14
-            lse_heads[:, :, inside].copy_(l_i.view(lse_heads[:, :, inside].shape))  # line 15
+    out = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, dtype=spec.dtype)
+    lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=spec.lse_dtype)
+    # line 3, in parallel; the last query blocks first, as they see most keys under a causal mask
+    blocks = [(queries, tiles_of_queries(spec, queries)) for queries in reversed(query_blocks(spec, OUTER))]
+    tasks = itertools.product(range(spec.batch), range(spec.heads_k), blocks)
+    workers.run(lambda: _QueryBlocks(spec, q, k, v, out, lse), tasks)
     return out, lse
 
 
 class _Rows(NamedTuple):
-    """One block of queries."""
+    """Lines 4 and 5: one block of queries."""
 
-    q: Tensor  # (Z, R, D)
-    o: Tensor  # (Z, R, Dv)
-    ell: Tensor  # (Z, R, 1)
-    minus_m: Tensor  # (Z, R, 1), in units of log 2
+    q: Tensor  # (R, D)
+    o: Tensor  # (R, Dv)
+    ell: Tensor  # (R, 1)
+    minus_m: Tensor  # (R, 1), in units of log 2
 
-    def part(self, rows: slice) -> _Rows:
-        return _Rows(*(x[:, rows] for x in self))
-
-
-def _start(spec: AttentionSpec, q: Tensor, scratch: Scratch) -> _Rows:
-    """Lines 4 and 5 for q (B', H', M, G, D)."""
-    exact = spec.lse_dtype
-    q_i = scratch.copy("q", exact, q).flatten(1, 2).mul_(query_factor(spec))
-    o_i = scratch("o", exact, *q_i.shape[:2], spec.head_dim_v).zero_()
-    ell, minus_m = scratch("l, m", exact, 2, *q_i.shape[:2], 1).zero_()
-    minus_m.fill_(torch.finfo(exact).max)  # not inf: rows without keys stay clear of NaN
-    return _Rows(q_i, o_i, ell, minus_m)
+    def part(self, rows: slice | None) -> _Rows:
+        return self if rows is None else _Rows(*(x[rows] for x in self))
 
 
-def _tile(spec: AttentionSpec, tile: Tile, rows: _Rows, k: Tensor, v: Tensor, scratch: Scratch) -> None:
-    """Lines 8 to 10."""
-    log2_e = LOG2_E[spec.lse_dtype]
-    s = scores(spec, rows.q, k, scratch)  # line 8
-    if tile.masked:
-        hide_(spec, tile, s, -math.inf)
-    minus_m = torch.minimum(rows.minus_m, s.amax(2, keepdim=True).mul_(-log2_e))  # line 9
-    p = torch.add(minus_m, s, alpha=log2_e, out=s).exp2_()  # exp(S - m): the change of base rides on the subtraction
-    shrink = (minus_m - rows.minus_m).exp2_()
-    rows.minus_m.copy_(minus_m)
-    rows.ell.mul_(shrink).add_(p.sum(2, keepdim=True))
-    rows.o.mul_(shrink)  # line 10
-    scratch.add_product(rows.o, scratch.converted("p", v.dtype, p), v)
+class _QueryBlocks:
+    """Lines 4 to 15 for one block of queries after another."""
+
+    def __init__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.spec, self.q, self.k, self.v, self.out, self.lse = spec, q, k, v, out, lse.transpose(1, 2)
+        self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
+        self.head: tuple[int, int] | None = None
+        self.head_keys: tuple[Tensor, Tensor]
+
+    def __call__(self, batch: int, head_k: int, block: tuple[Block, list[tuple[Block, list[Tile]]]]) -> None:
+        spec, (queries, tiles_by_keys) = self.spec, block
+        q, out, lse = (query_heads(spec, x, batch, head_k)[slice(*queries)] for x in (self.q, self.out, self.lse))
+        rows = self._start(q)
+        k, v = self._keys(batch, head_k)
+        for keys, tiles in tiles_by_keys:  # line 6
+            k_j, v_j = k[slice(*keys)], v[slice(*keys)]  # (N, D), (N, Dv)
+            for tile in tiles:
+                cols = tile.cols
+                if cols is None:
+                    self._tile(tile, rows, k_j, v_j)
+                else:
+                    self._tile(tile, rows.part(tile.rows), k_j[cols], v_j[cols])
+        rows.o.div_(rows.ell)  # line 12
+        rows.o[: max(0, without_keys(spec) - queries.start) * spec.group] = 0
+        l_i = (rows.ell.double().log2() - rows.minus_m).div_(
+            LOG2_E[self.exact]
+        )  # line 13, in float64 for one rounding at the end
+        out.copy_(rows.o.view(out.shape))  # line 14
+        lse.copy_(l_i.view(lse.shape))  # line 15
+
+    def _keys(self, batch: int, head_k: int) -> tuple[Tensor, Tensor]:
+        """Line 7: K (Sk, D) and V (Sk, Dv) of a key head in the dtypes of products.
+
+        Where several blocks of queries follow each other, also contiguous, for products 3 % faster.
+        """
+        if self.head != (batch, head_k):
+            k, v = self.k[batch, :, head_k].to(self.exact), self.v[batch, :, head_k].to(self.product)
+            reused = self.spec.seqlen_q * self.spec.group > OUTER
+            self.head, self.head_keys = (batch, head_k), (k.contiguous(), v.contiguous()) if reused else (k, v)
+        return self.head_keys
+
+    def _start(self, q: Tensor) -> _Rows:
+        q = q.flatten(0, 1)  # (R, D), line 4
+        q_i = self.scratch("q", self.exact, *q.shape).copy_(q).mul_(query_factor(self.spec))
+        o_i = self.scratch("o", self.exact, len(q), self.spec.head_dim_v).zero_()  # line 5
+        ell, minus_m = self.scratch("l, m", self.exact, 2, len(q), 1).zero_()
+        minus_m.fill_(torch.finfo(self.exact).max)  # not inf: rows without keys stay clear of NaN
+        return _Rows(q_i, o_i, ell, minus_m)
+
+    def _tile(self, tile: Tile, rows: _Rows, k_j: Tensor, v_j: Tensor) -> None:
+        """Lines 8 to 10."""
+        log2_e = LOG2_E[self.exact]
+        s = scores(self.spec, rows.q, k_j, self.scratch)  # line 8
+        if tile.masked:
+            hide_(self.spec, tile, s, -math.inf)
+        minus_m = torch.minimum(rows.minus_m, s.amax(1, keepdim=True).mul_(-log2_e))  # line 9
+        p = torch.add(minus_m, s, alpha=log2_e, out=s).exp2_()
+        shrink = (minus_m - rows.minus_m).exp2_()
+        rows.minus_m.copy_(minus_m)
+        torch.addcmul(p.sum(1, keepdim=True), rows.ell, shrink, out=rows.ell)
+        rows.o.mul_(shrink)  # line 10
+        self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), v_j)

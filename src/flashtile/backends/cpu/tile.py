@@ -1,18 +1,14 @@
 """What Algorithms 1 and 2 share: which tiles to compute, how to mask them, products of tiles.
 
-A tile is computed for several heads at once, so that each core of the machine works on heads of its own.
-
-Legend: Z heads at once (over batches, too) · a query block has M queries of the G = Hq / Hk query heads that share
-a key head, its R = M * G rows ordered query first · a key block has N keys. S, P: (Z, R, N) · Q, O, dO, dQ:
-(Z, R, D or Dv) · K, V: (Z, N, D or Dv).
+Legend: a row block has M queries of the G = Hq / Hk query heads that share one key head, its R = M * G rows
+ordered query first; a key block has N keys. S, P: (R, N) · Q, O, dO, dQ: (R, D or Dv) · K, V: (N, D or Dv).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +19,11 @@ from ...spec import AttentionSpec
 # The number that torch multiplies by: rounded to the dtype of scores.
 LOG2_E = {dtype: torch.tensor(math.log2(math.e), dtype=dtype).item() for dtype in (torch.float32, torch.float64)}
 
-# Rows and keys of a block. A tile takes some 30 calls into torch whatever its size, so half as large costs a tenth.
-BLOCK = 512
-# Tiles of this many heads at once for each thread: 2 MB of float32 scores, which still fit a core's share of the caches.
-HEADS_PER_THREAD = 2
+# Rows and keys of the blocks that tasks are made of, and of those that a task loops over. A tile costs some 30 calls
+# into torch whatever its size: half as large, everything runs a tenth slower. Twice as large gains nothing more, and
+# its 2 MB of float32 scores still fit a core's share of the caches.
+OUTER = 512
+INNER = 1024
 # A tile across an edge of the mask is cut into strips of this many queries: the finest that bfloat16's products bear.
 STRIP = 256
 
@@ -44,52 +41,25 @@ class Block(NamedTuple):
 class Tile(NamedTuple):
     """Queries against keys; `masked` if some of these pairs are hidden.
 
-    `rows` and `cols` say where they lie in tensors of the two blocks.
+    `rows` and `cols` say where they lie in tensors of the two blocks; None is everywhere.
     """
 
     queries: Block
     keys: Block
     masked: bool
-    rows: slice = slice(None)
-    cols: slice = slice(None)
+    rows: slice | None = None
+    cols: slice | None = None
 
 
-class Heads(NamedTuple):
-    """Batches and key heads whose tiles are computed together."""
-
-    batches: slice
-    heads: slice
-
-    def of_queries(self, spec: AttentionSpec, x: Tensor) -> Tensor:
-        """(B', H', Sq, G, ...) of x (B, Sq, Hq, ...), a view."""
-        return x.unflatten(2, (spec.heads_k, spec.group))[self.batches, :, self.heads].transpose(1, 2)
-
-    def of_keys(self, x: Tensor) -> Tensor:
-        """(B', H', Sk, D) of x (B, Sk, Hk, D), a view."""
-        return x[self.batches, :, self.heads].transpose(1, 2)
-
-
-def heads_at_once(spec: AttentionSpec) -> list[Heads]:
-    """All heads of all batches, as many at once as make a tile for every thread: more where tiles are small."""
-    rows, keys = min(BLOCK, spec.seqlen_q * spec.group), min(BLOCK, spec.seqlen_k)
-    count = HEADS_PER_THREAD * torch.get_num_threads() * BLOCK**2 // max(1, rows * keys)
-    if count >= spec.heads_k:
-        batches = count // spec.heads_k
-        return [Heads(slice(b, b + batches), slice(None)) for b in range(0, spec.batch, batches)]
-    return [
-        Heads(slice(b, b + 1), slice(h, h + count)) for b in range(spec.batch) for h in range(0, spec.heads_k, count)
-    ]
-
-
-def query_blocks(spec: AttentionSpec) -> list[Block]:
+def query_blocks(spec: AttentionSpec, rows: int) -> list[Block]:
     """The T_r blocks of queries (line 1 of both algorithms)."""
-    return _blocks(spec.seqlen_q, max(1, BLOCK // spec.group))
+    return _blocks(spec.seqlen_q, max(1, rows // spec.group))
 
 
-def key_blocks(spec: AttentionSpec) -> list[Block]:
+def key_blocks(spec: AttentionSpec, keys: int) -> list[Block]:
     """The T_c blocks of keys (line 1 of both algorithms); longer ones where there are few rows."""
-    rows = max(1, min(BLOCK, spec.seqlen_q * spec.group))
-    return _blocks(spec.seqlen_k, min(4096, BLOCK**2 // rows))
+    rows = max(1, spec.seqlen_q * spec.group)
+    return _blocks(spec.seqlen_k, max(keys, min(4096, OUTER * INNER // rows)))
 
 
 def _blocks(length: int, size: int) -> list[Block]:
@@ -126,23 +96,23 @@ def _all_visible(spec: AttentionSpec, queries: Block, keys: Block) -> bool:
 
 def tiles_of_queries(spec: AttentionSpec, queries: Block) -> list[tuple[Block, list[Tile]]]:
     """The key blocks that a block of queries sees, each with its tiles (lines 6 and 8 of Algorithm 1)."""
-    pairs = ((keys, visible_tiles(spec, queries, keys)) for keys in key_blocks(spec))
+    pairs = ((keys, visible_tiles(spec, queries, keys)) for keys in key_blocks(spec, INNER))
     return [(keys, tiles) for keys, tiles in pairs if tiles]
 
 
 def tiles_of_keys(spec: AttentionSpec, keys: Block) -> list[tuple[Block, list[Tile]]]:
     """The query blocks that see a block of keys, each with its tiles (lines 8 and 10 of Algorithm 2)."""
-    pairs = ((queries, visible_tiles(spec, queries, keys)) for queries in query_blocks(spec))
+    pairs = ((queries, visible_tiles(spec, queries, keys)) for queries in query_blocks(spec, INNER))
     return [(queries, tiles) for queries, tiles in pairs if tiles]
 
 
 def hide_(spec: AttentionSpec, tile: Tile, x: Tensor, value: float) -> None:
-    """Writes `value`, 0 or -inf, over the hidden pairs of x (Z, R, N), whatever they hold.
+    """Writes `value`, 0 or -inf, over the hidden pairs of x (R, N), whatever they hold.
 
     In a strip each edge of the mask is a diagonal, and what it hides a triangle.
     """
     query, (key, key_end), length = tile.queries.start, tile.keys, len(tile.queries)
-    pairs = x.unflatten(1, (length, spec.group))  # (Z, M, G, N)
+    pairs = x.unflatten(0, (length, spec.group))  # (M, G, N)
     if spec.window_right >= 0:
         end = query + spec.offset + spec.window_right + 1  # the first query sees keys before this one
         if (start := max(key, end)) < key_end:
@@ -182,14 +152,19 @@ def without_keys(spec: AttentionSpec) -> int:
     return min(spec.seqlen_q, max(0, -spec.offset - spec.window_right)) if spec.window_right >= 0 else 0
 
 
+def query_heads(spec: AttentionSpec, x: Tensor, batch: int, head_k: int) -> Tensor:
+    """(Sq, G, ...) of x (B, Sq, Hq, ...): the query heads that share a key head."""
+    return x[batch, :, head_k * spec.group : (head_k + 1) * spec.group]
+
+
 def query_factor(spec: AttentionSpec) -> float:
     """What Q is multiplied by once per block, so that no tile of scores has to be."""
     return spec.softmax_scale / spec.softcap if spec.softcap > 0 else spec.softmax_scale
 
 
 def scores(spec: AttentionSpec, q: Tensor, k: Tensor, scratch: Scratch) -> Tensor:
-    """S = Q K^T of a tile, soft-capped; q is multiplied by `query_factor` already."""
-    s = scratch.product("scores", q, k.mT)
+    """S = Q K^T of a tile, soft-capped; q (R, D) is multiplied by `query_factor` already."""
+    s = torch.mm(q, k.t(), out=scratch("scores", q.dtype, len(q), len(k)))
     return s.tanh_().mul_(spec.softcap) if spec.softcap > 0 else s
 
 
@@ -204,17 +179,21 @@ def product_dtype(spec: AttentionSpec) -> torch.dtype:
 class Scratch:
     """Uninitialised memory for a few tiles, by name: `scratch(name, dtype, *shape)`.
 
-    Each thread keeps its memory from call to call, because the first write to fresh pages takes as long as
-    a whole operation on a tile.
+    Memory is kept from call to call, one set for each thread that ever ran at the same time, because the first
+    write to fresh pages takes as long as a whole operation on a tile.
     """
 
-    _kept = threading.local()
+    _spare: ClassVar[list[dict[tuple, Tensor]]] = []
 
     def __init__(self) -> None:
-        if not hasattr(self._kept, "memory"):
-            self._kept.memory = {}
-        self._memory: dict[tuple[str, torch.dtype], Tensor] = self._kept.memory
+        try:
+            self._memory = self._spare.pop()
+        except IndexError:
+            self._memory = {}
         self._views: dict[tuple, Tensor] = {}
+
+    def __del__(self) -> None:
+        self._spare.append(self._memory)
 
     def __call__(self, *key: Any) -> Tensor:
         view = self._views.get(key)
@@ -223,23 +202,18 @@ class Scratch:
             elements = math.prod(shape)
             memory = self._memory.get((name, dtype))
             if memory is None or len(memory) < elements:
-                with torch.inference_mode(False):  # else later calls outside that mode could not write to it
-                    memory = self._memory[name, dtype] = torch.empty(elements, dtype=dtype)
+                memory = self._memory[name, dtype] = torch.empty(elements, dtype=dtype)
             view = self._views[key] = memory[:elements].view(shape)
         return view
-
-    def copy(self, name: str, dtype: torch.dtype, x: Tensor) -> Tensor:
-        """A contiguous copy of x (B', H', ...) as (Z, ...)."""
-        return self(name, dtype, *x.shape).copy_(x).flatten(0, 1)
 
     def converted(self, name: str, dtype: torch.dtype, x: Tensor) -> Tensor:
         """x itself where it has that dtype, else a copy."""
         return x if x.dtype == dtype else self(name, dtype, *x.shape).copy_(x)
 
-    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b for each head. With `out`, autocast leaves it alone."""
-        return torch.bmm(a, b, out=self(name, a.dtype, *a.shape[:2], b.shape[2]))
-
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """total += a @ b. A bfloat16 product is rounded once per tile, and summed over tiles in float32."""
-        total.add_(self.converted("sum", total.dtype, self.product("product", a, b)))  # mixed dtypes would allocate
+        if total.dtype == a.dtype:
+            torch.addmm(total, a, b, out=total)
+        else:
+            product = torch.mm(a, b, out=self("product", a.dtype, *total.shape))
+            total.add_(self.converted("sum", total.dtype, product))  # mixed dtypes would allocate
