@@ -16,9 +16,7 @@ from torch import Tensor
 from ...spec import AttentionSpec
 from . import workers
 from .tile import (
-    INNER,
     LOG2_E,
-    OUTER,
     Block,
     Scratch,
     Tile,
@@ -49,7 +47,8 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     runs = _key_runs(spec)
     shape = (spec.batch, spec.heads_k, len(runs), spec.seqlen_q * spec.group, spec.head_dim)
-    dq_sums = torch.empty(shape, dtype=spec.lse_dtype)
+    scratch = Scratch()
+    dq_sums = scratch("dq_sums", spec.lse_dtype, *shape)
     given = _Given(q, k, v, out, lse.transpose(1, 2), dout, None if dlse is None else dlse.transpose(1, 2))
     heads = list(itertools.product(range(spec.batch), range(spec.heads_k)))
     workers.run(lambda: _KeyBlocks(spec, given, dq_sums, dk, dv), [(*head, *run) for head in heads for run in runs])
@@ -67,8 +66,8 @@ def _key_runs(spec: AttentionSpec) -> list[tuple[int, _KeyRun]]:
 
     Parallel key blocks would race for dQ; each run sums a dQ of its own, so the same bits come every time.
     """
-    blocks = [(keys, tiles_of_keys(spec, keys)) for keys in key_blocks(spec, OUTER)]
-    wanted = 8 * torch.get_num_threads() // max(1, spec.batch * spec.heads_k)
+    blocks = [(keys, tiles_of_keys(spec, keys)) for keys in key_blocks(spec)]
+    wanted = 4 * torch.get_num_threads() // max(1, spec.batch * spec.heads_k)
     runs = max(1, min(wanted, len(blocks), 8))  # not more than 8, to keep the memory for dQ linear
     return [(index, blocks[index::runs]) for index in range(runs)]
 
@@ -144,7 +143,7 @@ class _KeyBlocks:
         given, blocks = self.given, {}
         q, out, lse = (query_heads(spec, x, batch, head_k) for x in (given.q, given.out, given.lse))  # (Sq, G, ...)
         dout, dlse = (None if x is None else query_heads(spec, x, batch, head_k) for x in (given.dout, given.dlse))
-        for queries in query_blocks(spec, INNER):
+        for queries in query_blocks(spec):
             inside = slice(*queries)
             delta = torch.zeros(len(queries), spec.group, dtype=self.exact)
             if dout is not None:

@@ -19,11 +19,11 @@ from ...spec import AttentionSpec
 # The number that torch multiplies by: rounded to the dtype of scores.
 LOG2_E = {dtype: torch.tensor(math.log2(math.e), dtype=dtype).item() for dtype in (torch.float32, torch.float64)}
 
-# Rows and keys of the blocks that tasks are made of, and of those that a task loops over. A tile costs some 30 calls
-# into torch whatever its size: half as large, everything runs a tenth slower. Twice as large gains nothing more, and
-# its 2 MB of float32 scores still fit a core's share of the caches.
-OUTER = 512
-INNER = 1024
+# Rows of a block of queries, and keys of a block. A tile takes some 30 calls into torch whatever its size: half as
+# large, everything runs a tenth slower. Twice as large gains nothing more, and its 2 MB of float32 scores still fit a
+# core's share of the caches.
+ROWS = 1024
+KEYS = 512
 # A tile across an edge of the mask is cut into strips of this many queries: the finest that bfloat16's products bear.
 STRIP = 256
 
@@ -51,15 +51,15 @@ class Tile(NamedTuple):
     cols: slice | None = None
 
 
-def query_blocks(spec: AttentionSpec, rows: int) -> list[Block]:
+def query_blocks(spec: AttentionSpec) -> list[Block]:
     """The T_r blocks of queries (line 1 of both algorithms)."""
-    return _blocks(spec.seqlen_q, max(1, rows // spec.group))
+    return _blocks(spec.seqlen_q, max(1, ROWS // spec.group))
 
 
-def key_blocks(spec: AttentionSpec, keys: int) -> list[Block]:
+def key_blocks(spec: AttentionSpec) -> list[Block]:
     """The T_c blocks of keys (line 1 of both algorithms); longer ones where there are few rows."""
     rows = max(1, spec.seqlen_q * spec.group)
-    return _blocks(spec.seqlen_k, max(keys, min(4096, OUTER * INNER // rows)))
+    return _blocks(spec.seqlen_k, max(KEYS, min(4096, ROWS * KEYS // rows)))
 
 
 def _blocks(length: int, size: int) -> list[Block]:
@@ -96,13 +96,13 @@ def _all_visible(spec: AttentionSpec, queries: Block, keys: Block) -> bool:
 
 def tiles_of_queries(spec: AttentionSpec, queries: Block) -> list[tuple[Block, list[Tile]]]:
     """The key blocks that a block of queries sees, each with its tiles (lines 6 and 8 of Algorithm 1)."""
-    pairs = ((keys, visible_tiles(spec, queries, keys)) for keys in key_blocks(spec, INNER))
+    pairs = ((keys, visible_tiles(spec, queries, keys)) for keys in key_blocks(spec))
     return [(keys, tiles) for keys, tiles in pairs if tiles]
 
 
 def tiles_of_keys(spec: AttentionSpec, keys: Block) -> list[tuple[Block, list[Tile]]]:
     """The query blocks that see a block of keys, each with its tiles (lines 8 and 10 of Algorithm 2)."""
-    pairs = ((queries, visible_tiles(spec, queries, keys)) for queries in query_blocks(spec, INNER))
+    pairs = ((queries, visible_tiles(spec, queries, keys)) for queries in query_blocks(spec))
     return [(queries, tiles) for queries, tiles in pairs if tiles]
 
 
@@ -177,12 +177,13 @@ def product_dtype(spec: AttentionSpec) -> torch.dtype:
 
 
 class Scratch:
-    """Uninitialised memory for a few tiles, by name: `scratch(name, dtype, *shape)`.
+    """Uninitialised memory by name: `scratch(name, dtype, *shape)`; the same name gives the same memory.
 
-    Memory is kept from call to call, one set for each thread that ever ran at the same time, because the first
-    write to fresh pages takes as long as a whole operation on a tile.
+    The first write to fresh pages can take longer than the operation that writes, so memory is kept from call to
+    call: a few tiles for each thread, and nothing larger, as large problems have time for fresh pages.
     """
 
+    _KEPT_BYTES = 8 << 20
     _spare: ClassVar[list[dict[tuple, Tensor]]] = []
 
     def __init__(self) -> None:
@@ -193,7 +194,7 @@ class Scratch:
         self._views: dict[tuple, Tensor] = {}
 
     def __del__(self) -> None:
-        self._spare.append(self._memory)
+        self._spare.append({key: memory for key, memory in self._memory.items() if memory.nbytes <= self._KEPT_BYTES})
 
     def __call__(self, *key: Any) -> Tensor:
         view = self._views.get(key)
