@@ -54,7 +54,10 @@ def backward(
     workers.run(lambda: _KeyBlocks(spec, given, dq_sums, dk, dv), [(*head, *run) for head in heads for run in runs])
 
     def sum_dq(batch: int, head_k: int) -> None:
-        dq_sum = dq_sums[batch, head_k].sum(0).mul_(spec.softmax_scale)
+        dq_sum, *others = dq_sums[batch, head_k]
+        for other in others:
+            dq_sum += other
+        dq_sum *= spec.softmax_scale
         query_heads(spec, dq, batch, head_k).copy_(dq_sum.view(spec.seqlen_q, spec.group, spec.head_dim))
 
     workers.run(lambda: sum_dq, heads)
@@ -147,7 +150,9 @@ class _KeyBlocks:
             inside = slice(*queries)
             delta = torch.zeros(len(queries), spec.group, dtype=self.exact)
             if dout is not None:
-                torch.sum(dout[inside].to(self.exact) * out[inside], -1, out=delta)
+                shape = (*delta.shape, spec.head_dim_v)
+                do_o = self.scratch("dout_exact", self.exact, *shape).copy_(dout[inside])
+                torch.sum(do_o.mul_(self.scratch("out_exact", self.exact, *shape).copy_(out[inside])), -1, out=delta)
             if dlse is not None:
                 delta -= dlse[inside]
             q_i = q[inside].flatten(0, 1)

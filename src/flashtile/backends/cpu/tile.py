@@ -183,7 +183,7 @@ class Scratch:
     call: a few tiles for each thread, and nothing larger, as large problems have time for fresh pages.
     """
 
-    _KEPT_BYTES = 8 << 20
+    _KEPT_BYTES = 4 << 20
     _spare: ClassVar[list[dict[tuple, Tensor]]] = []
 
     def __init__(self) -> None:

@@ -30,11 +30,9 @@ def run(start: Callable[[], Callable[..., None]], tasks: Iterable[tuple]) -> Non
     def drain(_: object = None) -> None:
         try:
             process = start()
-            while True:
-                process(*queue.popleft())
-        except IndexError:
-            pass
-        except BaseException as failure:
+            while (task := _next(queue)) is not None:
+                process(*task)
+        except BaseException as failure:  # one that left a callback would be lost
             failures.append(failure)
             queue.clear()
 
@@ -45,6 +43,13 @@ def run(start: Callable[[], Callable[..., None]], tasks: Iterable[tuple]) -> Non
         drain()
     if failures:
         raise failures[0]
+
+
+def _next(queue: deque[tuple]) -> tuple | None:
+    try:
+        return queue.popleft()
+    except IndexError:  # another thread drew the last
+        return None
 
 
 def _gomp_parallel() -> Callable[..., None] | None:
