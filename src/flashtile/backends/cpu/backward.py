@@ -88,7 +88,7 @@ class _Given(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """One block of queries. q and dout are operands of products, q_scaled makes the scores."""
+    """One block of queries. q_scaled makes the scores, q and dout are operands of the other products."""
 
     q_scaled: Tensor  # (R, D)
     q: Tensor  # (R, D)
@@ -122,6 +122,8 @@ class _KeyBlocks:
     def __init__(self, spec: AttentionSpec, given: _Given, dq_sums: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.spec, self.given, self.dq_sums, self.dk, self.dv = spec, given, dq_sums, dk, dv
         self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
+        # dK = softmax_scale dS^T Q; where Q is the one scaled for the scores, it holds softmax_scale / softcap already
+        self.dk_factor = spec.softmax_scale if self.product != self.exact else spec.softcap or 1.0
 
     def __call__(self, batch: int, head_k: int, index: int, key_run: _KeyRun) -> None:
         k, v, dk, dv = (x[batch, :, head_k] for x in (self.given.k, self.given.v, self.dk, self.dv))
@@ -134,7 +136,7 @@ class _KeyBlocks:
                 rows = self._loaded(row_blocks[queries])  # line 9
                 for tile in tiles:
                     self._tile(tile, rows.part(tile.rows), columns.part(tile.cols))
-            dk[inside] = columns.dk_t.mul_(self.spec.softmax_scale).t()  # line 18
+            dk[inside] = columns.dk_t.mul_(self.dk_factor).t()  # line 18
             dv[inside] = columns.dv_t.t()
 
     def _row_blocks(self, batch: int, head_k: int, dq: Tensor) -> dict[Block, _Rows]:
@@ -162,17 +164,18 @@ class _KeyBlocks:
         return blocks
 
     def _loaded(self, rows: _Rows) -> _Rows:
-        """Line 9: the operands in the dtypes in which they are multiplied."""
+        """Line 9: the operands, contiguous and in the dtypes in which they are multiplied."""
         scratch, q, dout = self.scratch, rows.q, rows.dout
+        q_scaled = scratch("q_scaled", self.exact, *q.shape).copy_(q).mul_(query_factor(self.spec))
         return rows._replace(
-            q_scaled=scratch("q_scaled", self.exact, *q.shape).copy_(q).mul_(query_factor(self.spec)),
-            q=scratch.converted("q", self.product, q),
-            dout=None if dout is None else scratch.converted("dout", self.product, dout),
+            q_scaled=q_scaled,
+            q=q_scaled if self.product == self.exact else scratch("q", self.product, *q.shape).copy_(q),
+            dout=None if dout is None else scratch("dout", self.product, *dout.shape).copy_(dout),
         )
 
     def _columns(self, k: Tensor, v: Tensor) -> _Columns:
         scratch, exact, product = self.scratch, self.exact, self.product
-        k_scores = scratch("k_scores", exact, *k.shape).copy_(k)  # line 6; contiguous operands run 3 % faster
+        k_scores = scratch("k_scores", exact, *k.shape).copy_(k)  # line 6
         return _Columns(
             k_scores,
             k_scores if product == exact else scratch("k", product, *k.shape).copy_(k),
