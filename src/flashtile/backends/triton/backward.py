@@ -1,0 +1,230 @@
+"""FlashAttention-2 backward pass (Algorithm 2) in Triton.
+
+Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse and delta (B, Hq, Sq) float32, with
+delta = rowsum(dO o O) - dlse, Algorithm 2's D and the gradient of lse in one.
+
+Three kernels: delta; dK and dV, one program per block of K/V and key head, which adds up over the query
+heads of a group; dQ, one program per block of Q and head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import AttentionSpec
+from .config import Tiles, choose
+from .launch import Kernel, Launch, dense_rows, score_units, strides, tile_dims, window_constants
+from .tile import load_row_statistics, load_tile, part_of, store_tile, tanh, visible, visible_blocks
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, dout_ptr, dlse_ptr, delta_ptr,
+    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_ls, heads_q, seqlen_q,
+    DV: tl.constexpr, TILE_DV: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, line 4: delta = rowsum(dO o O) - dlse for one block of rows."""
+    n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
+    row = tl.program_id(0) % n_m_blocks * TILE_M
+    head = tl.program_id(0) // n_m_blocks % heads_q
+    batch = (tl.program_id(0) // n_m_blocks // heads_q).to(tl.int64)
+    stride_outs = heads_q.to(tl.int64) * DV
+    out_ptr += batch * seqlen_q * stride_outs + head * DV
+    dout_ptr += batch * stride_ob + head.to(tl.int64) * stride_oh
+    out = load_tile(out_ptr, stride_outs, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+    dout = load_tile(dout_ptr, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    rows = row + tl.arange(0, TILE_M)
+    if dlse_ptr is not None:
+        dlse_ptr += batch * stride_lb + head.to(tl.int64) * stride_lh
+        delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_ls, mask=rows < seqlen_q, other=0.0)
+    tl.store(delta_ptr + (batch * heads_q + head) * seqlen_q + rows, delta, mask=rows < seqlen_q)
+
+
+@triton.jit
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    heads_k, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, lines 4-17, for one block of keys: grid (blocks of K * Hk * B,)."""
+    n_n_blocks = tl.cdiv(seqlen_k, TILE_N)
+    n_block = tl.program_id(0) % n_n_blocks  # causal: the keys that most rows see come first
+    head_k = tl.program_id(0) // n_n_blocks % heads_k
+    batch = (tl.program_id(0) // n_n_blocks // heads_k).to(tl.int64)
+    k_ptr += batch * stride_kb + head_k.to(tl.int64) * stride_kh
+    v_ptr += batch * stride_vb + head_k.to(tl.int64) * stride_vh
+    dk_ptr += batch * stride_dkb + head_k.to(tl.int64) * stride_dkh
+    dv_ptr += batch * stride_dvb + head_k.to(tl.int64) * stride_dvh
+
+    col = n_block * TILE_N
+    k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=True)  # line 5
+    v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=True)
+    dk = tl.zeros([TILE_N, TILE_D], tl.float32)  # line 6
+    dv = tl.zeros([TILE_N, TILE_DV], tl.float32)
+
+    # the mask seen from the keys: rows and columns exchanged, and with them the window's sides
+    first, full_first, full_end, end = visible_blocks(
+        n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT
+    )
+    if col + TILE_N > seqlen_k:  # past the last key P is not zero by itself
+        full_end = full_first
+    for member in range(group):
+        head = head_k * group + member
+        q_head = q_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
+        dout_head = dout_ptr + batch * stride_ob + head.to(tl.int64) * stride_oh
+        lse_head = lse_ptr + (batch * heads_k * group + head) * seqlen_q
+        delta_head = delta_ptr + (batch * heads_k * group + head) * seqlen_q
+        for part in tl.static_range(3):  # masked blocks, full blocks, masked blocks
+            begin, stop = part_of(part, first, full_first, full_end, end)
+            for m_block in range(begin, stop):  # line 7
+                row = m_block * TILE_M
+                q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 1)  # line 8
+                dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=part != 1)
+                lse, delta = load_row_statistics(lse_head, delta_head, row + tl.arange(0, TILE_M), seqlen_q)
+                s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 9: (TILE_N, TILE_M)
+                if SOFTCAP:
+                    s = tanh(s * cap_in)
+                p = tl.exp2(s * unit - lse[None, :])  # line 10
+                if part != 1:
+                    rows = row + tl.arange(0, TILE_M)[None, :]
+                    cols = col + tl.arange(0, TILE_N)[:, None]
+                    seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                    p = tl.where(seen, p, 0.0)
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # line 11
+                dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # line 12
+                ds = p * (dp - delta[None, :])  # line 13
+                if SOFTCAP:
+                    ds *= 1 - s * s
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # line 15
+    store_tile(dk_ptr, stride_dks, col, seqlen_k, dk * softmax_scale, D, TILE_N, TILE_D)  # line 17
+    store_tile(dv_ptr, stride_dvs, col, seqlen_k, dv, DV, TILE_N, TILE_DV)
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
+    heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of rows: grid (blocks of Q * Hq * B,)."""
+    n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
+    m_block = tl.program_id(0) % n_m_blocks
+    if HAS_RIGHT:
+        m_block = n_m_blocks - 1 - m_block  # causal: the rows that see most first
+    head = tl.program_id(0) // n_m_blocks % heads_q
+    batch = (tl.program_id(0) // n_m_blocks // heads_q).to(tl.int64)
+    q_ptr += batch * stride_qb + head.to(tl.int64) * stride_qh
+    k_ptr += batch * stride_kb + (head // group).to(tl.int64) * stride_kh
+    v_ptr += batch * stride_vb + (head // group).to(tl.int64) * stride_vh
+    dout_ptr += batch * stride_ob + head.to(tl.int64) * stride_oh
+    dq_ptr += batch * stride_dqb + head.to(tl.int64) * stride_dqh
+    lse_ptr += (batch * heads_q + head) * seqlen_q
+    delta_ptr += (batch * heads_q + head) * seqlen_q
+
+    row = m_block * TILE_M
+    q = load_tile(q_ptr, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)
+    dout = load_tile(dout_ptr, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+    lse, delta = load_row_statistics(lse_ptr, delta_ptr, row + tl.arange(0, TILE_M), seqlen_q)
+    dq = tl.zeros([TILE_M, TILE_D], tl.float32)
+
+    first, full_first, full_end, end = visible_blocks(
+        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
+    )
+    for part in tl.static_range(3):  # blocks masked on the left, full blocks, blocks masked on the right
+        begin, stop = part_of(part, first, full_first, full_end, end)
+        for n_block in range(begin, stop):
+            col = n_block * TILE_N
+            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 1)
+            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 1)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 9: (TILE_M, TILE_N)
+            if SOFTCAP:
+                s = tanh(s * cap_in)
+            p = tl.exp2(s * unit - lse[:, None])  # line 10
+            if part != 1:
+                rows = row + tl.arange(0, TILE_M)[:, None]
+                cols = col + tl.arange(0, TILE_N)[None, :]
+                seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                p = tl.where(seen, p, 0.0)
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # line 12
+            ds = p * (dp - delta[:, None])  # line 13
+            if SOFTCAP:
+                ds *= 1 - s * s
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # line 14
+    store_tile(dq_ptr, stride_dqs, row, seqlen_q, dq * softmax_scale, D, TILE_M, TILE_D)
+
+
+def _launch_delta(spec: AttentionSpec, arch: str, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
+    tile_m = 64
+    dims = tile_dims(spec)
+    return Launch(
+        grid=triton.cdiv(spec.seqlen_q, tile_m) * spec.heads_q * spec.batch,
+        scalars=(*strides(dout), *((0, 0, 0) if dlse is None else dlse.stride()), spec.heads_q, spec.seqlen_q),
+        constants={"DV": dims["DV"], "TILE_DV": dims["TILE_DV"], "TILE_M": tile_m},
+        tiles=Tiles(tile_m, tile_m, num_warps=4, num_stages=1),
+    )
+
+
+def _problem(spec: AttentionSpec) -> tuple[int | float, ...]:
+    unit, cap_in = score_units(spec)
+    return (
+        spec.group, spec.seqlen_q, spec.seqlen_k, spec.softmax_scale, unit, cap_in, spec.window_left, spec.window_right
+    )  # fmt: skip
+
+
+def _constants(spec: AttentionSpec, tiles: Tiles) -> dict:
+    return dict(
+        **tile_dims(spec), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, **window_constants(spec), SOFTCAP=spec.softcap > 0
+    )
+
+
+def _launch_dkdv(spec, arch, q, k, v, dout, lse, delta, dk, dv) -> Launch:
+    tiles = choose("dkdv", spec, arch)
+    return Launch(
+        grid=triton.cdiv(spec.seqlen_k, tiles.tile_n) * spec.heads_k * spec.batch,
+        scalars=(*(n for x in (q, k, v, dout, dk, dv) for n in strides(x)), spec.heads_k, *_problem(spec)),
+        constants=_constants(spec, tiles),
+        tiles=tiles,
+    )
+
+
+def _launch_dq(spec, arch, q, k, v, dout, lse, delta, dq) -> Launch:
+    tiles = choose("dq", spec, arch)
+    return Launch(
+        grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
+        scalars=(*(n for x in (q, k, v, dout, dq) for n in strides(x)), spec.heads_q, *_problem(spec)),
+        constants=_constants(spec, tiles),
+        tiles=tiles,
+    )
+
+
+DELTA = Kernel(delta_kernel, _launch_delta)
+DKDV = Kernel(dkdv_kernel, _launch_dkdv)
+DQ = Kernel(dq_kernel, _launch_dq)
+
+
+def backward(
+    spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, laid out as q, k and v, by Algorithm 2; bitwise the same in every run."""
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in gradients)
+    dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    delta = torch.empty_like(lse)
+    DELTA(spec, out, dout, dlse, delta)
+    DKDV(spec, q, k, v, dout, lse, delta, dk, dv)
+    DQ(spec, q, k, v, dout, lse, delta, dq)
+    for gradient, computed in zip(gradients, (dq, dk, dv), strict=True):
+        if gradient is not computed:  # a layout the kernels do not write
+            gradient.copy_(computed)
+    return gradients

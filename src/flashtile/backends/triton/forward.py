@@ -1,0 +1,103 @@
+"""FlashAttention-2 forward pass (Algorithm 1) in Triton: one program per block of Q and head.
+
+Legend: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq) float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import AttentionSpec
+from .config import choose
+from .launch import FLOAT32_TINY, Kernel, Launch, dense_rows, score_units, strides, tile_dims, window_constants
+from .tile import LN2, load_tile, part_of, softmax_step, store_tile, tanh, visible, visible_blocks
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    heads_q, group, seqlen_q, seqlen_k, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 1 for one block of rows: grid (blocks of Q * Hq * B,), blocks of one head next to each other."""
+    n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
+    m_block = tl.program_id(0) % n_m_blocks
+    if HAS_RIGHT:
+        m_block = n_m_blocks - 1 - m_block  # causal: the rows that see most first
+    head = tl.program_id(0) // n_m_blocks % heads_q
+    batch = (tl.program_id(0) // n_m_blocks // heads_q).to(tl.int64)
+    q_ptr += batch * stride_qb + head.to(tl.int64) * stride_qh
+    k_ptr += batch * stride_kb + (head // group).to(tl.int64) * stride_kh
+    v_ptr += batch * stride_vb + (head // group).to(tl.int64) * stride_vh
+    stride_os = heads_q.to(tl.int64) * DV
+    out_ptr += batch * seqlen_q * stride_os + head * DV
+    lse_ptr += (batch * heads_q + head) * seqlen_q
+
+    row = m_block * TILE_M
+    q = load_tile(q_ptr, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)  # line 4
+    if NEGATIVE:  # a negative scale: unit is its size, q carries the sign
+        q = -q
+    acc = tl.zeros([TILE_M, TILE_DV], tl.float32)  # line 5
+    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    l = tl.zeros([TILE_M], tl.float32)
+
+    first, full_first, full_end, end = visible_blocks(
+        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
+    )
+    for part in tl.static_range(3):  # blocks masked on the left, full blocks, blocks masked on the right
+        begin, stop = part_of(part, first, full_first, full_end, end)
+        for n_block in range(begin, stop):  # line 6
+            col = n_block * TILE_N
+            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 1)  # line 7
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 8: (TILE_M, TILE_N)
+            if SOFTCAP:
+                s = tanh(s * cap_in)
+            if part != 1:
+                rows = row + tl.arange(0, TILE_M)[:, None]
+                cols = col + tl.arange(0, TILE_N)[None, :]
+                seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                s = tl.where(seen, s, float("-inf"))
+            p, alpha, m, l = softmax_step(s, unit, m, l)  # line 9
+            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # line 10
+
+    empty = l == 0  # rows that see no key
+    out = acc / tl.where(empty, 1.0, l)[:, None]  # line 12
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)  # line 13
+    store_tile(out_ptr, stride_os, row, seqlen_q, out, DV, TILE_M, TILE_DV)  # line 14
+    rows = row + tl.arange(0, TILE_M)
+    tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)  # line 15
+
+
+def _launch(spec: AttentionSpec, arch: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Launch:
+    tiles = choose("forward", spec, arch)
+    unit, cap_in = score_units(spec)
+    return Launch(
+        grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
+        scalars=(
+            *strides(q), *strides(k), *strides(v), spec.heads_q, spec.group, spec.seqlen_q, spec.seqlen_k,
+            # the running maximum needs unit > 0; the smallest float stands in for a scale of zero
+            max(abs(unit), FLOAT32_TINY), cap_in, spec.window_left, spec.window_right,
+        ),
+        constants=dict(
+            **tile_dims(spec), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, **window_constants(spec),
+            SOFTCAP=spec.softcap > 0, NEGATIVE=unit < 0,
+        ),
+        tiles=tiles,
+    )  # fmt: skip
+
+
+FORWARD = Kernel(forward_kernel, _launch)
+
+
+def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32, by Algorithm 1."""
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32, device=q.device)
+    FORWARD(spec, q, k, v, out, lse)
+    return out, lse

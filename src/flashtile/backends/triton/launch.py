@@ -1,0 +1,100 @@
+"""From a spec and tensors to a running kernel, cheaply: what was compiled for a problem is remembered.
+
+Triton's own call re-derives its specialisation from every argument, 20-40 us each time. Here the first call
+of a problem goes that way; later calls of the same spec, strides and pointer alignment go straight to the
+compiled kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...spec import AttentionSpec
+from .config import Tiles, arch_of
+
+MAX_REMEMBERED = 4096  # problems per kernel; each costs about a kilobyte
+LOG2E = 1.4426950408889634
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: its grid, the arguments after the tensors in the kernel's order, and its tiles."""
+
+    grid: int
+    scalars: tuple[int | float, ...]
+    constants: dict[str, Any]
+    tiles: Tiles
+
+
+class Kernel:
+    """A Triton kernel together with the function that derives its launch from a spec and tensors."""
+
+    def __init__(self, fn: Any, describe: Callable[..., Launch]) -> None:
+        self.fn = fn
+        self.describe = describe
+        self._compiled: dict[tuple, tuple[Callable[..., None], tuple]] = {}
+
+    def __call__(self, spec: AttentionSpec, *tensors: Tensor | None) -> None:
+        """Runs on the tensors' device and its current stream; does nothing for an empty grid."""
+        device = tensors[0].device  # type: ignore[union-attr]
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._run(spec, device, tensors)
+        return self._run(spec, device, tensors)
+
+    def _run(self, spec: AttentionSpec, device: torch.device, tensors: tuple[Tensor | None, ...]) -> None:
+        key = (spec, device.index, *[x if x is None else (x.stride(), x.data_ptr() & 15) for x in tensors])
+        known = self._compiled.get(key)
+        if known is not None:
+            run, rest = known
+            run(*tensors, *rest)
+            return
+        launch = self.describe(spec, arch_of(device), *tensors)
+        if launch.grid == 0:
+            return
+        rest = (*launch.scalars, *launch.constants.values())
+        options = {"num_warps": launch.tiles.num_warps, "num_stages": launch.tiles.num_stages}
+        compiled = self.fn[(launch.grid,)](*tensors, *rest, **options)
+        if compiled is not None:  # the interpreter compiles nothing
+            if len(self._compiled) >= MAX_REMEMBERED:
+                self._compiled.clear()
+            self._compiled[key] = compiled[(launch.grid, 1, 1)], rest
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """x itself if its last dimension has stride 1, else a contiguous copy: kernels read any other strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, sequence and head."""
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def score_units(spec: AttentionSpec) -> tuple[float, float]:
+    """(unit, cap_in): base-2 scores are q.k * unit, or with a soft cap tanh(q.k * cap_in) * unit."""
+    if spec.softcap > 0:
+        return spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
+    return spec.softmax_scale * LOG2E, 0.0
+
+
+def tile_dims(spec: AttentionSpec) -> dict[str, int]:
+    """Head dims and the powers of two, at least the matrix units' 16, that hold them."""
+    return {
+        "D": spec.head_dim,
+        "DV": spec.head_dim_v,
+        "TILE_D": max(16, triton.next_power_of_2(spec.head_dim)),
+        "TILE_DV": max(16, triton.next_power_of_2(spec.head_dim_v)),
+    }
+
+
+def window_constants(spec: AttentionSpec) -> dict[str, bool]:
+    """Which sides of the mask are closed."""
+    return {"HAS_LEFT": spec.window_left >= 0, "HAS_RIGHT": spec.window_right >= 0}
