@@ -90,7 +90,7 @@ def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Te
     lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=torch.float32, device="meta")
     return {
         "forward": (FORWARD, (q, k, v, out, lse)),
-        "delta": (DELTA, (out, out, None, lse)),
+        "delta": (DELTA, (out, out, lse, None, lse, lse)),
         "dkdv": (DKDV, (q, k, v, out, lse, lse, k, v)),
         "dq": (DQ, (q, k, v, out, lse, lse, q)),
     }

@@ -3,7 +3,7 @@
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse and delta (B, Hq, Sq) float32, with
 delta = rowsum(dO o O) - dlse, Algorithm 2's D and the gradient of lse in one.
 
-Three kernels: delta; dK and dV, one program per block of K/V and key head, which adds up over the query
+Three kernels: delta (and lse2, lse in base 2); dK and dV, one program per block of K/V and key head, which adds up over the query
 heads of a group; dQ, one program per block of Q and head.
 """
 
@@ -15,16 +15,19 @@ from torch import Tensor
 from ...spec import AttentionSpec
 from .config import Tiles, choose
 from .launch import Kernel, Launch, dense_rows, score_units, strides, tile_dims, window_constants
-from .tile import load_row_statistics, load_tile, part_of, store_tile, tanh, visible, visible_blocks
+from .tile import LOG2E, load_row, load_tile, part_of, store_tile, tanh, visible, visible_blocks
 
 
 @triton.jit
 def delta_kernel(
-    out_ptr, dout_ptr, dlse_ptr, delta_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr,
     stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_ls, heads_q, seqlen_q,
     DV: tl.constexpr, TILE_DV: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, line 4: delta = rowsum(dO o O) - dlse for one block of rows."""
+    """Algorithm 2, line 4: delta = rowsum(dO o O) - dlse for one block of rows.
+
+    Also lse2, the lse in base 2, and +inf where a row sees no key: P = exp2(S - lse2) is then 0 by itself.
+    """
     n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
     row = tl.program_id(0) % n_m_blocks * TILE_M
     head = tl.program_id(0) // n_m_blocks % heads_q
@@ -39,18 +42,21 @@ def delta_kernel(
     if dlse_ptr is not None:
         dlse_ptr += batch * stride_lb + head.to(tl.int64) * stride_lh
         delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_ls, mask=rows < seqlen_q, other=0.0)
-    tl.store(delta_ptr + (batch * heads_q + head) * seqlen_q + rows, delta, mask=rows < seqlen_q)
+    at = (batch * heads_q + head) * seqlen_q + rows
+    lse = tl.load(lse_ptr + at, mask=rows < seqlen_q, other=0.0)
+    tl.store(lse2_ptr + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=rows < seqlen_q)
+    tl.store(delta_ptr + at, delta, mask=rows < seqlen_q)
 
 
 @triton.jit
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    heads_k, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2, lines 4-17, for one block of keys: grid (blocks of K * Hk * B,)."""
     n_n_blocks = tl.cdiv(seqlen_k, TILE_N)
@@ -59,6 +65,10 @@ def dkdv_kernel(
     batch = (tl.program_id(0) // n_n_blocks // heads_k).to(tl.int64)
     k_ptr += batch * stride_kb + head_k.to(tl.int64) * stride_kh
     v_ptr += batch * stride_vb + head_k.to(tl.int64) * stride_vh
+    q_ptr += batch * stride_qb
+    dout_ptr += batch * stride_ob
+    lse2_ptr += batch * heads_k * GROUP * seqlen_q
+    delta_ptr += batch * heads_k * GROUP * seqlen_q
     dk_ptr += batch * stride_dkb + head_k.to(tl.int64) * stride_dkh
     dv_ptr += batch * stride_dvb + head_k.to(tl.int64) * stride_dvh
 
@@ -74,41 +84,43 @@ def dkdv_kernel(
     )
     if col + TILE_N > seqlen_k:  # past the last key P is not zero by itself
         full_end = full_first
-    for member in range(group):
-        head = head_k * group + member
-        q_head = q_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
-        dout_head = dout_ptr + batch * stride_ob + head.to(tl.int64) * stride_oh
-        lse_head = lse_ptr + (batch * heads_k * group + head) * seqlen_q
-        delta_head = delta_ptr + (batch * heads_k * group + head) * seqlen_q
-        for part in tl.static_range(3):  # masked blocks, full blocks, masked blocks
-            begin, stop = part_of(part, first, full_first, full_end, end)
-            for m_block in range(begin, stop):  # line 7
-                row = m_block * TILE_M
-                q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 1)  # line 8
-                dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=part != 1)
-                lse, delta = load_row_statistics(lse_head, delta_head, row + tl.arange(0, TILE_M), seqlen_q)
-                s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 9: (TILE_N, TILE_M)
-                if SOFTCAP:
-                    s = tanh(s * cap_in)
-                p = tl.exp2(s * unit - lse[None, :])  # line 10
-                if part != 1:
-                    rows = row + tl.arange(0, TILE_M)[None, :]
-                    cols = col + tl.arange(0, TILE_N)[:, None]
-                    seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-                    p = tl.where(seen, p, 0.0)
-                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # line 11
-                dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # line 12
-                ds = p * (dp - delta[None, :])  # line 13
-                if SOFTCAP:
-                    ds *= 1 - s * s
-                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # line 15
+    for part in tl.static_range(0 if HAS_RIGHT else 1, 3):  # masked blocks, full blocks, masked blocks
+        begin, stop = part_of(part, first, full_first, full_end, end)
+        for step in range((stop - begin) * GROUP):  # line 7, for one query head of the group after the other
+            if GROUP == 1:
+                head = head_k
+                row = (begin + step) * TILE_M
+            else:
+                head = head_k * GROUP + step // (stop - begin)
+                row = (begin + step % (stop - begin)) * TILE_M
+            q_head = q_ptr + head.to(tl.int64) * stride_qh
+            dout_head = dout_ptr + head.to(tl.int64) * stride_oh
+            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 1)  # line 8
+            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=part != 1)
+            lse = load_row(lse2_ptr + head.to(tl.int64) * seqlen_q, row, seqlen_q, TILE_M, part != 1, float("inf"))
+            delta = load_row(delta_ptr + head.to(tl.int64) * seqlen_q, row, seqlen_q, TILE_M, part != 1, 0.0)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 9: (TILE_N, TILE_M)
+            if SOFTCAP:
+                s = tanh(s * cap_in)
+            p = tl.exp2(s * unit - lse[None, :])  # line 10
+            if part != 1:
+                rows = row + tl.arange(0, TILE_M)[None, :]
+                cols = col + tl.arange(0, TILE_N)[:, None]
+                seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                p = tl.where(seen, p, 0.0)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # line 11
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # line 12
+            ds = p * (dp - delta[None, :])  # line 13
+            if SOFTCAP:
+                ds *= 1 - s * s
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # line 15
     store_tile(dk_ptr, stride_dks, col, seqlen_k, dk * softmax_scale, D, TILE_N, TILE_D)  # line 17
     store_tile(dv_ptr, stride_dvs, col, seqlen_k, dv, DV, TILE_N, TILE_DV)
 
 
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
@@ -128,19 +140,20 @@ def dq_kernel(
     v_ptr += batch * stride_vb + (head // group).to(tl.int64) * stride_vh
     dout_ptr += batch * stride_ob + head.to(tl.int64) * stride_oh
     dq_ptr += batch * stride_dqb + head.to(tl.int64) * stride_dqh
-    lse_ptr += (batch * heads_q + head) * seqlen_q
+    lse2_ptr += (batch * heads_q + head) * seqlen_q
     delta_ptr += (batch * heads_q + head) * seqlen_q
 
     row = m_block * TILE_M
     q = load_tile(q_ptr, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)
     dout = load_tile(dout_ptr, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
-    lse, delta = load_row_statistics(lse_ptr, delta_ptr, row + tl.arange(0, TILE_M), seqlen_q)
+    lse = load_row(lse2_ptr, row, seqlen_q, TILE_M, True, float("inf"))
+    delta = load_row(delta_ptr, row, seqlen_q, TILE_M, True, 0.0)
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
 
     first, full_first, full_end, end = visible_blocks(
         m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
     )
-    for part in tl.static_range(3):  # blocks masked on the left, full blocks, blocks masked on the right
+    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # blocks masked on the left, full blocks, blocks masked on the right
         begin, stop = part_of(part, first, full_first, full_end, end)
         for n_block in range(begin, stop):
             col = n_block * TILE_N
@@ -163,7 +176,7 @@ def dq_kernel(
     store_tile(dq_ptr, stride_dqs, row, seqlen_q, dq * softmax_scale, D, TILE_M, TILE_D)
 
 
-def _launch_delta(spec: AttentionSpec, arch: str, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
+def _launch_delta(spec, arch, out, dout, lse, dlse, lse2, delta) -> Launch:
     tile_m = 64
     dims = tile_dims(spec)
     return Launch(
@@ -177,7 +190,7 @@ def _launch_delta(spec: AttentionSpec, arch: str, out: Tensor, dout: Tensor, dls
 def _problem(spec: AttentionSpec) -> tuple[int | float, ...]:
     unit, cap_in = score_units(spec)
     return (
-        spec.group, spec.seqlen_q, spec.seqlen_k, spec.softmax_scale, unit, cap_in, spec.window_left, spec.window_right
+        spec.seqlen_q, spec.seqlen_k, spec.softmax_scale, unit, cap_in, spec.window_left, spec.window_right
     )  # fmt: skip
 
 
@@ -187,21 +200,21 @@ def _constants(spec: AttentionSpec, tiles: Tiles) -> dict:
     )
 
 
-def _launch_dkdv(spec, arch, q, k, v, dout, lse, delta, dk, dv) -> Launch:
+def _launch_dkdv(spec, arch, q, k, v, dout, lse2, delta, dk, dv) -> Launch:
     tiles = choose("dkdv", spec, arch)
     return Launch(
         grid=triton.cdiv(spec.seqlen_k, tiles.tile_n) * spec.heads_k * spec.batch,
         scalars=(*(n for x in (q, k, v, dout, dk, dv) for n in strides(x)), spec.heads_k, *_problem(spec)),
-        constants=_constants(spec, tiles),
+        constants={**_constants(spec, tiles), "GROUP": spec.group},
         tiles=tiles,
     )
 
 
-def _launch_dq(spec, arch, q, k, v, dout, lse, delta, dq) -> Launch:
+def _launch_dq(spec, arch, q, k, v, dout, lse2, delta, dq) -> Launch:
     tiles = choose("dq", spec, arch)
     return Launch(
         grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
-        scalars=(*(n for x in (q, k, v, dout, dq) for n in strides(x)), spec.heads_q, *_problem(spec)),
+        scalars=(*(n for x in (q, k, v, dout, dq) for n in strides(x)), spec.heads_q, spec.group, *_problem(spec)),
         constants=_constants(spec, tiles),
         tiles=tiles,
     )
@@ -220,10 +233,10 @@ def backward(
     dq, dk, dv = (x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in gradients)
     dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    delta = torch.empty_like(lse)
-    DELTA(spec, out, dout, dlse, delta)
-    DKDV(spec, q, k, v, dout, lse, delta, dk, dv)
-    DQ(spec, q, k, v, dout, lse, delta, dq)
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    DELTA(spec, out, dout, lse, dlse, lse2, delta)
+    DKDV(spec, q, k, v, dout, lse2, delta, dk, dv)
+    DQ(spec, q, k, v, dout, lse2, delta, dq)
     for gradient, computed in zip(gradients, (dq, dk, dv), strict=True):
         if gradient is not computed:  # a layout the kernels do not write
             gradient.copy_(computed)

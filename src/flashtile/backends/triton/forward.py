@@ -48,7 +48,7 @@ def forward_kernel(
     first, full_first, full_end, end = visible_blocks(
         m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
     )
-    for part in tl.static_range(3):  # blocks masked on the left, full blocks, blocks masked on the right
+    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # blocks masked on the left, full blocks, blocks masked on the right
         begin, stop = part_of(part, first, full_first, full_end, end)
         for n_block in range(begin, stop):  # line 6
             col = n_block * TILE_N

@@ -67,9 +67,13 @@ def visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT:
 
 @triton.jit
 def tile_pointers(ptr, stride, first_row, ROWS: tl.constexpr, TILE_D: tl.constexpr):
-    """(ROWS, TILE_D) pointers to rows first_row ... of a matrix; 64-bit, so that no tensor is too large."""
-    rows = first_row.to(tl.int64) + tl.arange(0, ROWS)
-    return ptr + rows[:, None] * stride + tl.arange(0, TILE_D)[None, :]
+    """(ROWS, TILE_D) pointers to rows first_row ... of a matrix.
+
+    The tile's corner is a 64-bit scalar, so that no tensor is too large; offsets inside the tile do not change
+    from step to step and are 32-bit unless the stride itself is 64-bit.
+    """
+    inside_tile = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, TILE_D)[None, :]
+    return ptr + first_row.to(tl.int64) * stride + inside_tile
 
 
 @triton.jit
@@ -123,8 +127,9 @@ def softmax_step(s, unit, m, l):
 
 
 @triton.jit
-def load_row_statistics(lse_ptr, delta_ptr, rows, seqlen_q):
-    """lse in base 2, +inf where a row sees no key, so that exp2(s - lse) is 0 there; and D = rowsum(dO o O)."""
-    lse = tl.load(lse_ptr + rows, mask=rows < seqlen_q, other=float("-inf"))
-    delta = tl.load(delta_ptr + rows, mask=rows < seqlen_q, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta
+def load_row(ptr, first, n, SIZE: tl.constexpr, EDGE: tl.constexpr, other):
+    """Elements first ... first + SIZE of a row of n, `other` past its end; without EDGE all are known to be inside."""
+    at = first + tl.arange(0, SIZE)
+    if EDGE:
+        return tl.load(ptr + at, mask=at < n, other=other)
+    return tl.load(ptr + at)
