@@ -84,7 +84,7 @@ def dkdv_kernel(
     )
     if col + TILE_N > seqlen_k:  # past the last key P is not zero by itself
         full_end = full_first
-    for part in tl.static_range(0 if HAS_RIGHT else 1, 3):  # masked blocks, full blocks, masked blocks
+    for part in tl.static_range(0 if HAS_RIGHT else 1, 3):  # masked blocks on both sides, then the full ones
         begin, stop = part_of(part, first, full_first, full_end, end)
         for step in range((stop - begin) * GROUP):  # line 7, for one query head of the group after the other
             if GROUP == 1:
@@ -95,15 +95,15 @@ def dkdv_kernel(
                 row = (begin + step % (stop - begin)) * TILE_M
             q_head = q_ptr + head.to(tl.int64) * stride_qh
             dout_head = dout_ptr + head.to(tl.int64) * stride_oh
-            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 1)  # line 8
-            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=part != 1)
-            lse = load_row(lse2_ptr + head.to(tl.int64) * seqlen_q, row, seqlen_q, TILE_M, part != 1, float("inf"))
-            delta = load_row(delta_ptr + head.to(tl.int64) * seqlen_q, row, seqlen_q, TILE_M, part != 1, 0.0)
+            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 2)  # line 8
+            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=part != 2)
+            lse = load_row(lse2_ptr + head.to(tl.int64) * seqlen_q, row, seqlen_q, TILE_M, part != 2, float("inf"))
+            delta = load_row(delta_ptr + head.to(tl.int64) * seqlen_q, row, seqlen_q, TILE_M, part != 2, 0.0)
             s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 9: (TILE_N, TILE_M)
             if SOFTCAP:
                 s = tanh(s * cap_in)
             p = tl.exp2(s * unit - lse[None, :])  # line 10
-            if part != 1:
+            if part != 2:
                 rows = row + tl.arange(0, TILE_M)[None, :]
                 cols = col + tl.arange(0, TILE_N)[:, None]
                 seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
@@ -153,17 +153,17 @@ def dq_kernel(
     first, full_first, full_end, end = visible_blocks(
         m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
     )
-    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # blocks masked on the left, full blocks, blocks masked on the right
+    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # masked blocks on both sides, then the full ones
         begin, stop = part_of(part, first, full_first, full_end, end)
         for n_block in range(begin, stop):
             col = n_block * TILE_N
-            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 1)
-            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 1)
+            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 2)
+            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 9: (TILE_M, TILE_N)
             if SOFTCAP:
                 s = tanh(s * cap_in)
             p = tl.exp2(s * unit - lse[:, None])  # line 10
-            if part != 1:
+            if part != 2:
                 rows = row + tl.arange(0, TILE_M)[:, None]
                 cols = col + tl.arange(0, TILE_N)[None, :]
                 seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)

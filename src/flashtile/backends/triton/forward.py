@@ -48,21 +48,21 @@ def forward_kernel(
     first, full_first, full_end, end = visible_blocks(
         m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
     )
-    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # blocks masked on the left, full blocks, blocks masked on the right
+    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # masked blocks on both sides, then the full ones
         begin, stop = part_of(part, first, full_first, full_end, end)
         for n_block in range(begin, stop):  # line 6
             col = n_block * TILE_N
-            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 1)  # line 7
+            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 2)  # line 7
             s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 8: (TILE_M, TILE_N)
             if SOFTCAP:
                 s = tanh(s * cap_in)
-            if part != 1:
+            if part != 2:
                 rows = row + tl.arange(0, TILE_M)[:, None]
                 cols = col + tl.arange(0, TILE_N)[None, :]
                 seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
                 s = tl.where(seen, s, float("-inf"))
             p, alpha, m, l = softmax_step(s, unit, m, l)  # line 9
-            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 1)
+            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # line 10
 
     empty = l == 0  # rows that see no key

@@ -45,12 +45,16 @@ def visible_blocks(
 
 @triton.jit
 def part_of(part: tl.constexpr, first, full_first, full_end, end):
-    """The block range of part 0 (masked, before the full blocks), 1 (full) or 2 (masked, after them)."""
+    """The block range of part 0 (masked, before the full blocks), 1 (masked, after them) or 2 (full).
+
+    Masked blocks come first, so that the long loop is the last: behind the prologue alone, ptxas serialises the
+    products that Triton leaves in flight from one step of it to the next (C7515).
+    """
     if part == 0:
         return first, full_first
     if part == 1:
-        return full_first, full_end
-    return full_end, end
+        return full_end, end
+    return full_first, full_end
 
 
 @triton.jit
