@@ -59,7 +59,7 @@ def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Ten
         if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel.fn, signature, constants, attributes)
-    options = {"num_warps": launch.tiles.num_warps, "num_stages": launch.tiles.num_stages}
+    options = launch.tiles.options
     compiled = triton.compile(source, target=target_of(arch), options=options)
     return _usage(compiled, arch), compiled
 
@@ -78,8 +78,7 @@ def _usage(compiled: object, arch: str) -> Usage:
 
 def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Tensor | None, ...]]]:
     """Every kernel of a forward and backward pass, with the tensors it would get, on the meta device."""
-    from flashtile.backends.triton import backward, forward  # noqa: F401
-    from flashtile.backends.triton.backward import DELTA, DKDV, DQ
+    from flashtile.backends.triton.backward import DKDV, DQ
     from flashtile.backends.triton.forward import FORWARD
 
     def like(heads: int, seqlen: int, dim: int) -> Tensor:
@@ -90,7 +89,6 @@ def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Te
     lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=torch.float32, device="meta")
     return {
         "forward": (FORWARD, (q, k, v, out, lse)),
-        "delta": (DELTA, (out, out, lse, None, lse, lse)),
+        "dq": (DQ, (q, k, v, out, out, lse, None, lse, lse, q)),
         "dkdv": (DKDV, (q, k, v, out, lse, lse, k, v)),
-        "dq": (DQ, (q, k, v, out, lse, lse, q)),
     }

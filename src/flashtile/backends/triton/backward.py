@@ -1,10 +1,13 @@
 """FlashAttention-2 backward pass (Algorithm 2) in Triton.
 
-Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse and delta (B, Hq, Sq) float32, with
-delta = rowsum(dO o O) - dlse, Algorithm 2's D and the gradient of lse in one.
+Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse, lse2 and delta (B, Hq, Sq) float32.
 
-Three kernels: delta (and lse2, lse in base 2); dK and dV, one program per block of K/V and key head, which adds up over the query
-heads of a group; dQ, one program per block of Q and head.
+Two kernels. dQ: one program per block of Q and head; on its way it leaves two numbers per row for the other,
+delta = rowsum(dO o O) - dlse (Algorithm 2's D, and the gradient of lse) and lse2 (lse in base 2). Then dK and
+dV: one program per block of K/V and key head, which adds up over the query heads of its group. S and P are
+computed in both, seven products instead of Algorithm 2's five: on an H200 that takes two thirds of the time of
+five products with dQ summed by float32 atomics (benchmarks/results/backward-atomics-h200.json), needs no
+float32 dQ, and gives bitwise the same gradients in every run.
 """
 
 import torch
@@ -19,33 +22,70 @@ from .tile import LOG2E, load_row, load_tile, part_of, store_tile, tanh, visible
 
 
 @triton.jit
-def delta_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_ls, heads_q, seqlen_q,
-    DV: tl.constexpr, TILE_DV: tl.constexpr, TILE_M: tl.constexpr,
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
+    stride_lb, stride_lh, stride_ls,
+    heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, line 4: delta = rowsum(dO o O) - dlse for one block of rows.
-
-    Also lse2, the lse in base 2, and +inf where a row sees no key: P = exp2(S - lse2) is then 0 by itself.
-    """
+    """Algorithm 2, line 4 and dQ for one block of rows: grid (blocks of Q * Hq * B,)."""
     n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
-    row = tl.program_id(0) % n_m_blocks * TILE_M
+    m_block = tl.program_id(0) % n_m_blocks
+    if HAS_RIGHT:
+        m_block = n_m_blocks - 1 - m_block  # causal: the rows that see most first
     head = tl.program_id(0) // n_m_blocks % heads_q
     batch = (tl.program_id(0) // n_m_blocks // heads_q).to(tl.int64)
+    q_ptr += batch * stride_qb + head.to(tl.int64) * stride_qh
+    k_ptr += batch * stride_kb + (head // group).to(tl.int64) * stride_kh
+    v_ptr += batch * stride_vb + (head // group).to(tl.int64) * stride_vh
+    dout_ptr += batch * stride_ob + head.to(tl.int64) * stride_oh
     stride_outs = heads_q.to(tl.int64) * DV
     out_ptr += batch * seqlen_q * stride_outs + head * DV
-    dout_ptr += batch * stride_ob + head.to(tl.int64) * stride_oh
-    out = load_tile(out_ptr, stride_outs, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+
+    row = m_block * TILE_M
+    q = load_tile(q_ptr, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)
     dout = load_tile(dout_ptr, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    out = load_tile(out_ptr, stride_outs, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # line 4
     rows = row + tl.arange(0, TILE_M)
     if dlse_ptr is not None:
         dlse_ptr += batch * stride_lb + head.to(tl.int64) * stride_lh
         delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_ls, mask=rows < seqlen_q, other=0.0)
     at = (batch * heads_q + head) * seqlen_q + rows
     lse = tl.load(lse_ptr + at, mask=rows < seqlen_q, other=0.0)
-    tl.store(lse2_ptr + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=rows < seqlen_q)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # without keys: P = exp2(S - inf) is 0 by itself
     tl.store(delta_ptr + at, delta, mask=rows < seqlen_q)
+    tl.store(lse2_ptr + at, lse, mask=rows < seqlen_q)
+    dq = tl.zeros([TILE_M, TILE_D], tl.float32)
+
+    first, full_first, full_end, end = visible_blocks(
+        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
+    )
+    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # masked blocks on both sides, then the full ones
+        begin, stop = part_of(part, first, full_first, full_end, end)
+        for n_block in range(begin, stop):
+            col = n_block * TILE_N
+            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 2)
+            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 9: (TILE_M, TILE_N)
+            if SOFTCAP:
+                s = tanh(s * cap_in)
+            p = tl.exp2(s * unit - lse[:, None])  # line 10
+            if part != 2:
+                cols = col + tl.arange(0, TILE_N)
+                seen = visible(rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                p = tl.where(seen, p, 0.0)
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # line 12
+            ds = p * (dp - delta[:, None])  # line 13
+            if SOFTCAP:
+                ds *= 1 - s * s
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # line 14
+    dq_ptr += batch * stride_dqb + head.to(tl.int64) * stride_dqh
+    store_tile(dq_ptr, stride_dqs, row, seqlen_q, dq * softmax_scale, D, TILE_M, TILE_D)
 
 
 @triton.jit
@@ -69,10 +109,9 @@ def dkdv_kernel(
     dout_ptr += batch * stride_ob
     lse2_ptr += batch * heads_k * GROUP * seqlen_q
     delta_ptr += batch * heads_k * GROUP * seqlen_q
-    dk_ptr += batch * stride_dkb + head_k.to(tl.int64) * stride_dkh
-    dv_ptr += batch * stride_dvb + head_k.to(tl.int64) * stride_dvh
 
     col = n_block * TILE_N
+    cols = col + tl.arange(0, TILE_N)
     k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=True)  # line 5
     v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=True)
     dk = tl.zeros([TILE_N, TILE_D], tl.float32)  # line 6
@@ -82,8 +121,6 @@ def dkdv_kernel(
     first, full_first, full_end, end = visible_blocks(
         n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT
     )
-    if col + TILE_N > seqlen_k:  # past the last key P is not zero by itself
-        full_end = full_first
     for part in tl.static_range(0 if HAS_RIGHT else 1, 3):  # masked blocks on both sides, then the full ones
         begin, stop = part_of(part, first, full_first, full_end, end)
         for step in range((stop - begin) * GROUP):  # line 7, for one query head of the group after the other
@@ -103,10 +140,9 @@ def dkdv_kernel(
             if SOFTCAP:
                 s = tanh(s * cap_in)
             p = tl.exp2(s * unit - lse[None, :])  # line 10
-            if part != 2:
-                rows = row + tl.arange(0, TILE_M)[None, :]
-                cols = col + tl.arange(0, TILE_N)[:, None]
-                seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+            if part != 2 and (HAS_LEFT or HAS_RIGHT):
+                rows = row + tl.arange(0, TILE_M)
+                seen = visible(rows[None, :], cols[:, None], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
                 p = tl.where(seen, p, 0.0)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # line 11
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # line 12
@@ -114,77 +150,10 @@ def dkdv_kernel(
             if SOFTCAP:
                 ds *= 1 - s * s
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # line 15
+    dk_ptr += batch * stride_dkb + head_k.to(tl.int64) * stride_dkh
+    dv_ptr += batch * stride_dvb + head_k.to(tl.int64) * stride_dvh
     store_tile(dk_ptr, stride_dks, col, seqlen_k, dk * softmax_scale, D, TILE_N, TILE_D)  # line 17
     store_tile(dv_ptr, stride_dvs, col, seqlen_k, dv, DV, TILE_N, TILE_DV)
-
-
-@triton.jit
-def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
-    heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
-    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """dQ of one block of rows: grid (blocks of Q * Hq * B,)."""
-    n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
-    m_block = tl.program_id(0) % n_m_blocks
-    if HAS_RIGHT:
-        m_block = n_m_blocks - 1 - m_block  # causal: the rows that see most first
-    head = tl.program_id(0) // n_m_blocks % heads_q
-    batch = (tl.program_id(0) // n_m_blocks // heads_q).to(tl.int64)
-    q_ptr += batch * stride_qb + head.to(tl.int64) * stride_qh
-    k_ptr += batch * stride_kb + (head // group).to(tl.int64) * stride_kh
-    v_ptr += batch * stride_vb + (head // group).to(tl.int64) * stride_vh
-    dout_ptr += batch * stride_ob + head.to(tl.int64) * stride_oh
-    dq_ptr += batch * stride_dqb + head.to(tl.int64) * stride_dqh
-    lse2_ptr += (batch * heads_q + head) * seqlen_q
-    delta_ptr += (batch * heads_q + head) * seqlen_q
-
-    row = m_block * TILE_M
-    q = load_tile(q_ptr, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)
-    dout = load_tile(dout_ptr, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
-    lse = load_row(lse2_ptr, row, seqlen_q, TILE_M, True, float("inf"))
-    delta = load_row(delta_ptr, row, seqlen_q, TILE_M, True, 0.0)
-    dq = tl.zeros([TILE_M, TILE_D], tl.float32)
-
-    first, full_first, full_end, end = visible_blocks(
-        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
-    )
-    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # masked blocks on both sides, then the full ones
-        begin, stop = part_of(part, first, full_first, full_end, end)
-        for n_block in range(begin, stop):
-            col = n_block * TILE_N
-            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 2)
-            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 9: (TILE_M, TILE_N)
-            if SOFTCAP:
-                s = tanh(s * cap_in)
-            p = tl.exp2(s * unit - lse[:, None])  # line 10
-            if part != 2:
-                rows = row + tl.arange(0, TILE_M)[:, None]
-                cols = col + tl.arange(0, TILE_N)[None, :]
-                seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-                p = tl.where(seen, p, 0.0)
-            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # line 12
-            ds = p * (dp - delta[:, None])  # line 13
-            if SOFTCAP:
-                ds *= 1 - s * s
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # line 14
-    store_tile(dq_ptr, stride_dqs, row, seqlen_q, dq * softmax_scale, D, TILE_M, TILE_D)
-
-
-def _launch_delta(spec, arch, out, dout, lse, dlse, lse2, delta) -> Launch:
-    tile_m = 64
-    dims = tile_dims(spec)
-    return Launch(
-        grid=triton.cdiv(spec.seqlen_q, tile_m) * spec.heads_q * spec.batch,
-        scalars=(*strides(dout), *((0, 0, 0) if dlse is None else dlse.stride()), spec.heads_q, spec.seqlen_q),
-        constants={"DV": dims["DV"], "TILE_DV": dims["TILE_DV"], "TILE_M": tile_m},
-        tiles=Tiles(tile_m, tile_m, num_warps=4, num_stages=1),
-    )
 
 
 def _problem(spec: AttentionSpec) -> tuple[int | float, ...]:
@@ -210,19 +179,21 @@ def _launch_dkdv(spec, arch, q, k, v, dout, lse2, delta, dk, dv) -> Launch:
     )
 
 
-def _launch_dq(spec, arch, q, k, v, dout, lse2, delta, dq) -> Launch:
+def _launch_dq(spec, arch, q, k, v, out, dout, lse, dlse, lse2, delta, dq) -> Launch:
     tiles = choose("dq", spec, arch)
     return Launch(
         grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
-        scalars=(*(n for x in (q, k, v, dout, dq) for n in strides(x)), spec.heads_q, spec.group, *_problem(spec)),
+        scalars=(
+            *(n for x in (q, k, v, dout, dq) for n in strides(x)), *((0, 0, 0) if dlse is None else dlse.stride()),
+            spec.heads_q, spec.group, *_problem(spec),
+        ),
         constants=_constants(spec, tiles),
         tiles=tiles,
     )
 
 
-DELTA = Kernel(delta_kernel, _launch_delta)
-DKDV = Kernel(dkdv_kernel, _launch_dkdv)
 DQ = Kernel(dq_kernel, _launch_dq)
+DKDV = Kernel(dkdv_kernel, _launch_dkdv)
 
 
 def backward(
@@ -234,9 +205,8 @@ def backward(
     dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    DELTA(spec, out, dout, lse, dlse, lse2, delta)
+    DQ(spec, q, k, v, out, dout, lse, dlse, lse2, delta, dq)
     DKDV(spec, q, k, v, dout, lse2, delta, dk, dv)
-    DQ(spec, q, k, v, dout, lse2, delta, dq)
     for gradient, computed in zip(gradients, (dq, dk, dv), strict=True):
         if gradient is not computed:  # a layout the kernels do not write
             gradient.copy_(computed)

@@ -33,6 +33,11 @@ class Tiles:
         if self.num_stages < 1:
             raise ValueError(f"num_stages: got {self.num_stages}; want 1 or more")
 
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Triton's launch options; multiply-add fusion is named because its default differs between releases."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
 
 SM_90 = {
     ("forward", 2, 64): Tiles(128, 128, 8, 3),

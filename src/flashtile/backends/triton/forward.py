@@ -38,6 +38,7 @@ def forward_kernel(
     lse_ptr += (batch * heads_q + head) * seqlen_q
 
     row = m_block * TILE_M
+    rows = row + tl.arange(0, TILE_M)
     q = load_tile(q_ptr, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)  # line 4
     if NEGATIVE:  # a negative scale: unit is its size, q carries the sign
         q = -q
@@ -57,9 +58,8 @@ def forward_kernel(
             if SOFTCAP:
                 s = tanh(s * cap_in)
             if part != 2:
-                rows = row + tl.arange(0, TILE_M)[:, None]
-                cols = col + tl.arange(0, TILE_N)[None, :]
-                seen = visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                cols = col + tl.arange(0, TILE_N)
+                seen = visible(rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
                 s = tl.where(seen, s, float("-inf"))
             p, alpha, m, l = softmax_step(s, unit, m, l)  # line 9
             v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
@@ -69,7 +69,6 @@ def forward_kernel(
     out = acc / tl.where(empty, 1.0, l)[:, None]  # line 12
     lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)  # line 13
     store_tile(out_ptr, stride_os, row, seqlen_q, out, DV, TILE_M, TILE_DV)  # line 14
-    rows = row + tl.arange(0, TILE_M)
     tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)  # line 15
 
 

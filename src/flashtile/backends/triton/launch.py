@@ -60,7 +60,7 @@ class Kernel:
         if launch.grid == 0:
             return
         rest = (*launch.scalars, *launch.constants.values())
-        options = {"num_warps": launch.tiles.num_warps, "num_stages": launch.tiles.num_stages}
+        options = launch.tiles.options
         compiled = self.fn[(launch.grid,)](*tensors, *rest, **options)
         if compiled is not None:  # the interpreter compiles nothing
             if len(self._compiled) >= MAX_REMEMBERED:

@@ -59,9 +59,12 @@ def part_of(part: tl.constexpr, first, full_first, full_end, end):
 
 @triton.jit
 def visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Which of the pairs rows x cols are visible; `rows` and `cols` broadcast against each other."""
+    """Which of the pairs rows x cols are visible; `rows` and `cols` broadcast against each other.
+
+    Rows past the last query are not looked at: nothing of them is stored, and their P is 0 or multiplies zeros.
+    """
     diagonal = rows + (seqlen_k - seqlen_q)
-    seen = (cols < seqlen_k) & (rows < seqlen_q)
+    seen = cols < seqlen_k
     if HAS_LEFT:
         seen &= cols >= diagonal - window_left
     if HAS_RIGHT:
@@ -83,8 +86,11 @@ def tile_pointers(ptr, stride, first_row, ROWS: tl.constexpr, TILE_D: tl.constex
 @triton.jit
 def inside(first_row, n_rows, D: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr):
     """(ROWS, TILE_D): which elements of a tile lie inside an (n_rows, D) matrix."""
-    rows = first_row + tl.arange(0, ROWS)
-    return (rows < n_rows)[:, None] & (tl.arange(0, TILE_D) < D)[None, :]
+    rows = (first_row + tl.arange(0, ROWS) < n_rows)[:, None]
+    if D < TILE_D:
+        return rows & (tl.arange(0, TILE_D) < D)[None, :]
+    else:
+        return rows
 
 
 @triton.jit
