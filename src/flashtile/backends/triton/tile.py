@@ -79,7 +79,7 @@ def tile_pointers(ptr, stride, first_row, ROWS: tl.constexpr, TILE_D: tl.constex
     The tile's corner is a 64-bit scalar, so that no tensor is too large; offsets inside the tile do not change
     from step to step and are 32-bit unless the stride itself is 64-bit.
     """
-    inside_tile = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, TILE_D)[None, :]
+    inside_tile = tl.arange(0, ROWS).to(tl.int64)[:, None] * stride + tl.arange(0, TILE_D)[None, :]
     return ptr + first_row.to(tl.int64) * stride + inside_tile
 
 
