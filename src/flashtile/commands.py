@@ -13,12 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .bench.cases import DTYPES, SUITES, Case
 from .bench.counting import Mode
+from .bench.explain import explain as explain_spec
+from .bench.explain import lines as explanation_lines
 from .bench.plots import save_bars
 from .bench.providers import PROVIDERS, default_names
 from .bench.report import Report, compare_reports, describe_machine
 from .bench.runner import Effort, run, steps
-from .bench.tables import print_ratios, print_report
+from .bench.tables import print_explanation, print_ratios, print_report, print_verdicts
 from .bench.timing import copy_bytes, gemm_flops
+from .bench.verify import verify as verdicts_on
+from .dispatch import declined
+from .spec import AttentionSpec, check_tensors, checked_scale, checked_softcap, mask_window
 
 app = typer.Typer(help="Exact FlashAttention for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(help="Time attention: cases x providers.")
@@ -88,8 +93,80 @@ def attention(
     print_report(console, report)
     if plot is not None:
         save_bars(report, plot, f"Attention on {report.machine['device']['name']}")
-    if any(row.wrong and row.provider.startswith("flashtile") for row in report.rows):
+    _exit_if_ours_is_wrong(report)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for demo.json and demo.png")] = Path("out"),
+    seqlens: Annotated[str, typer.Option(help="comma-separated lengths instead of 512 to 8192 (16384 on a GPU)")] = "",
+    device: DeviceOption = "",
+) -> None:
+    """Attention forward and backward against standard attention and PyTorch's: errors, then speed and memory."""
+    target = parse_device(device)
+    lengths = _integers(seqlens, "--seqlens")
+    cases = SUITES["demo" if target.type == "cpu" else "paper"].cases(lengths)
+    report_path, chart_path = out / "demo.json", out / "demo.png"
+    for path in (report_path, chart_path):
+        _check_writable(path, "--out")
+    ours = next(name for name, reason in declined(cases[0].spec, target).items() if reason is None)
+    console = wide_console()
+    names = (f"flashtile-{ours}", "standard", "sdpa")
+    report = measure(console, cases, ("fwd", "bwd"), names, target, Effort(rounds=3, round_ms=50), report_path)
+    print_report(console, report)
+    save_bars(report, chart_path, f"Attention speed on {report.machine['device']['name']}")
+    console.print(f"wrote {report_path} and {chart_path}", markup=False)
+    _exit_if_ours_is_wrong(report)
+
+
+@app.command()
+def verify(device: DeviceOption = "") -> None:
+    """Errors of every backend against float64 on this machine; status 1 where one is over its budget."""
+    target = parse_device(device)
+    console = wide_console()
+    verdicts = list(verdicts_on(target))
+    print_verdicts(console, verdicts)
+    if not all(verdict.ok for verdict in verdicts):
         raise typer.Exit(1)
+
+
+Size = Annotated[int, typer.Argument(min=0)]
+
+
+@app.command()
+def explain(
+    batch: Size,
+    seqlen_q: Size,
+    seqlen_k: Size,
+    heads_q: Size,
+    heads_k: Size,
+    head_dim: Size,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64")] = "bfloat16",
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+    dv: Annotated[int | None, typer.Option(min=0, help="value head dim; that of q and k if not given")] = None,
+    window_left: Annotated[int, typer.Option(help="keys seen to the left; -1 is all")] = -1,
+    window_right: Annotated[int, typer.Option(help="keys seen to the right; -1 is all")] = -1,
+    softcap: float = 0.0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; it need not be on this machine")] = "",
+) -> None:
+    """Which backend would run a problem and why the others decline; tiles, FLOPs, HBM bytes, roofline time."""
+    target = parse_device_name(device) if device else parse_device("")
+    name = parse_dtype(dtype, "--dtype")
+    value_dim = head_dim if dv is None else dv
+    shapes = (
+        (batch, seqlen_q, heads_q, head_dim),
+        (batch, seqlen_k, heads_k, head_dim),
+        (batch, seqlen_k, heads_k, value_dim),
+    )
+    try:
+        q, k, v = (torch.empty(shape, dtype=DTYPES[name], device="meta") for shape in shapes)
+        check_tensors(q, k, v)
+        left, right = mask_window(causal, (window_left, window_right))
+        scale, cap = checked_scale(None, head_dim), checked_softcap(softcap)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    spec = AttentionSpec.of(q, k, v, softmax_scale=scale, window_left=left, window_right=right, softcap=cap)
+    print_explanation(wide_console(), explanation_lines(explain_spec(spec, target)))
 
 
 def wide_console() -> Console:
@@ -154,6 +231,12 @@ def parse_dtype(name: str, option: str) -> str:
     if full not in DTYPES:
         raise typer.BadParameter(f"got {name!r}; want one of {', '.join([*DTYPES, *_SHORT_DTYPES])}", param_hint=option)
     return full
+
+
+def _exit_if_ours_is_wrong(report: Report) -> None:
+    """Status 1 where a flashtile backend gave a wrong result."""
+    if any(row.wrong and row.provider.startswith("flashtile-") for row in report.rows):
+        raise typer.Exit(1)
 
 
 def _load(path: Path, option: str) -> Report:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ..testing import Error
+from ..testing import Error, Result
 from .report import Ratio, Report, Row, compare_providers, geometric_mean
+from .verify import Verdict
 
 
 def rate_unit(report: Report) -> tuple[str, float]:
@@ -67,6 +69,35 @@ def print_ratios(console: Console, ratios: Sequence[Ratio]) -> None:
     console.print(f"all: {_summary(ratios)}", markup=False)
 
 
+def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
+    """A row per problem, dtype and backend: each output's error and its share of the budget."""
+    table = Table(title="errors against float64, and their share of the budget", title_justify="left")
+    for header in ("problem", "dtype", "backend"):
+        table.add_column(header)
+    for name in Result._fields:
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for verdict in verdicts:
+        found = {error.name: _one_error(error) for error in verdict.errors}
+        cells = [found.get(name, "–") for name in Result._fields]
+        end = "right" if verdict.ok else "[bold red]WRONG[/]" if verdict.failure is None else "[bold red]FAILED[/]"
+        table.add_row(verdict.problem, str(verdict.dtype).removeprefix("torch."), verdict.backend, *cells, end)
+    console.print(table)
+    for verdict in verdicts:
+        if verdict.failure is not None:
+            console.print(f"{verdict.backend}, {verdict.problem}, {verdict.dtype}: {verdict.failure}", markup=False)
+    right = sum(verdict.ok for verdict in verdicts)
+    console.print(f"{right} of {len(verdicts)} right", markup=False)
+
+
+def print_explanation(console: Console, pairs: Sequence[tuple[str, str]]) -> None:
+    """Two columns: what, and the answer."""
+    grid = Table.grid(padding=(0, 2))
+    for what, text in pairs:
+        grid.add_row(Text(what, style="bold"), Text(text))
+    console.print(grid)
+
+
 def _summary(ratios: Sequence[Ratio]) -> str:
     speedups = [ratio.speedup for ratio in ratios]
     return (
@@ -108,19 +139,24 @@ def _or_note(text: str | None, row: Row, notes: list[str]) -> str:
 
 
 def _error(row: Row) -> str | None:
-    """The output that uses most of its budget: name, error, share; a NaN error uses it all."""
+    """The output that uses most of its budget: name, error and share."""
     if not row.errors:
         return None
     worst = max(row.errors, key=_share)
-    return (
-        f"{worst.name} {worst.error:.1e} {_share(worst):.0%}" if math.isfinite(_share(worst)) else f"{worst.name} NaN"
-    )
+    return f"{worst.name} {_one_error(worst)}"
+
+
+def _one_error(error: Error) -> str:
+    share = _share(error)
+    return f"{error.error:.1e} {share:.0%}" if math.isfinite(share) else f"{error.error:.1e}"
 
 
 def _share(error: Error) -> float:
-    if not error.error <= error.budget:
-        return error.error / error.budget if error.error > error.budget > 0 else math.inf
-    return error.error / error.budget if error.budget else 0.0
+    """Error over budget: above 1, or infinite, where it is wrong."""
+    if error.ok:
+        return error.error / error.budget if error.budget else 0.0
+    share = error.error / error.budget if error.budget else math.inf
+    return math.inf if math.isnan(share) else share
 
 
 def _rate(row: Row, scale: float) -> str | None:
