@@ -60,7 +60,7 @@ def _standard(case: Case, device: torch.device) -> Attention:
             k, v = k.repeat_interleave(spec.group, 1), v.repeat_interleave(spec.group, 1)
         scores = (q * spec.softmax_scale) @ k.mT
         if unseen is not None:
-            scores = scores.masked_fill(unseen, float("-inf"))
+            scores.masked_fill_(unseen, float("-inf"))
         return (scores.softmax(-1) @ v).transpose(1, 2)
 
     return attention

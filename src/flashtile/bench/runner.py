@@ -14,7 +14,9 @@ from .cases import Case
 from .counting import Mode, flops, paper_pairs
 from .providers import Attention, Provider
 from .report import Row
-from .timing import interleaved, peak_extra_bytes
+from .timing import interleaved, with_peak_bytes
+
+_FIRST_CALL_BYTES = 256 << 20  # far more than a first call's own memory: above it, that does not matter
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,14 @@ def _judged(row: Row, attention: Attention, inputs: Inputs, sample: Sample, devi
     def call() -> Result:
         return _forward(attention, inputs) if row.mode == "fwd" else _forward_backward(attention, inputs)
 
-    errors = _errors(call(), row.mode, inputs, sample)
-    row = replace(row, errors=tuple(errors))
+    result, extra = with_peak_bytes(call, device)
+    row = replace(row, errors=tuple(_errors(result, row.mode, inputs, sample)))
     if row.wrong:
-        return replace(row, reason="wrong result: " + "; ".join(str(e) for e in errors if not e.ok))
-    return replace(row, extra_bytes=peak_extra_bytes(call, device))
+        return replace(row, reason="wrong result: " + "; ".join(str(e) for e in row.errors if not e.ok))
+    del result
+    if extra is not None and (device.type == "cuda" or extra < _FIRST_CALL_BYTES):
+        _, extra = with_peak_bytes(call, device)
+    return replace(row, extra_bytes=extra)
 
 
 def _errors(result: Result, mode: Mode, inputs: Inputs, sample: Sample) -> list[Error]:

@@ -14,6 +14,7 @@ import torch
 
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
 
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache; the size that triton.testing.do_bench uses
 _MAX_CALLS = 200
@@ -78,33 +79,33 @@ def _gpu_median(call: Call, device: torch.device, round_ms: float) -> float:
         return statistics.median(events(count))
 
 
-def peak_extra_bytes(call: Call, device: torch.device) -> int | None:
-    """Bytes that `call` holds at its peak beyond what was held before, its results included.
+def with_peak_bytes(call: Callable[[], Result], device: torch.device) -> tuple[Result, int | None]:
+    """What `call` returns, and the bytes it held at its peak beyond what was held before, its result included.
 
     On a GPU what PyTorch's allocator counts. On Linux the growth of the process's resident memory, which the
-    kernel tracks (VmHWM): it sees every thread and library scratch, to about a MiB. None elsewhere. Run `call`
-    once before, so that code pages, caches and workspaces do not count.
+    kernel tracks (VmHWM): it sees every thread and library scratch, to about a MiB. None elsewhere. A first call
+    brings in code pages, caches and workspaces too.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        call()
+        result = call()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return result, torch.cuda.max_memory_allocated(device) - before
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
-        return None
+        return call(), None
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)  # hand freed pages back, or their reuse would not show
     try:
         reset.write_text("5")  # set the peak to what is resident now
     except OSError:
-        return None
+        return call(), None
     before = _resident_peak()
-    call()
-    return max(0, _resident_peak() - before)
+    result = call()
+    return result, max(0, _resident_peak() - before)
 
 
 def _resident_peak() -> int:

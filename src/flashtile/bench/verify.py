@@ -9,7 +9,7 @@ import torch
 
 from .. import dispatch, ops
 from ..spec import AttentionSpec
-from ..testing import Error, Result, errors, make_inputs
+from ..testing import Error, Inputs, Result, Sample, make_inputs
 
 
 def _problem(shape: tuple[int, ...], **features) -> AttentionSpec:
@@ -55,13 +55,14 @@ def verify(device: torch.device) -> Iterator[Verdict]:
     for problem, any_spec in PROBLEMS.items():
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             spec = replace(any_spec, dtype=dtype)
-            for backend, reason in dispatch.declined(spec, device).items():
-                if reason is None:
-                    yield _judge(problem, spec, backend, device)
+            backends = [name for name, reason in dispatch.declined(spec, device).items() if reason is None]
+            inputs = make_inputs(spec, device)
+            sample = Sample.of(spec, inputs, size=spec.seqlen_q + spec.seqlen_k)  # all rows and keys
+            for backend in backends:
+                yield _judge(problem, spec, backend, inputs, sample)
 
 
-def _judge(problem: str, spec: AttentionSpec, backend: str, device: torch.device) -> Verdict:
-    inputs = make_inputs(spec, device)
+def _judge(problem: str, spec: AttentionSpec, backend: str, inputs: Inputs, sample: Sample) -> Verdict:
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     s = spec
     settings = (s.softmax_scale, s.window_left, s.window_right, s.softcap, s.deterministic, backend)
@@ -71,4 +72,4 @@ def _judge(problem: str, spec: AttentionSpec, backend: str, device: torch.device
     except Exception as error:  # a backend that breaks is a verdict too
         return Verdict(problem, spec.dtype, backend, failure=f"{type(error).__name__}: {error}")
     result = Result(out.detach(), lse.detach(), *grads)
-    return Verdict(problem, spec.dtype, backend, tuple(errors(spec, inputs, result)))
+    return Verdict(problem, spec.dtype, backend, tuple(sample.errors(result)))
