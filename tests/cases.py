@@ -80,7 +80,21 @@ AMPLITUDES = {
     "hostile-scores-bf16": (spec((90, 90), dtype=BF16, scale=1.0), 1000.0),
 }
 
-EVERY_CASE = [pytest.param(case, 1.0, id=name) for name, case in CASES.items()] + [
-    pytest.param(case, amplitude, id=name) for name, (case, amplitude) in AMPLITUDES.items()
-]
-"""(spec, amplitude)"""
+EVERY_CASE = {name: (case, 1.0) for name, case in CASES.items()} | AMPLITUDES
+"""name: (spec, amplitude of q)"""
+
+
+def takes(run: str, dtype: torch.dtype) -> bool:
+    """Whether a backend computes in a dtype at all; test_dispatch tests that it says so."""
+    unsupported = {"triton-interpreted": (BF16, DOUBLE), "triton-gpu": (DOUBLE,)}
+    return dtype not in unsupported.get(run, ())
+
+
+def on_every_backend(cases: dict[str, tuple]) -> list:
+    """pytest parameters (backend, device, *case) for all pairs of a backend and a case, a spec first, that it takes."""
+    return [
+        pytest.param(*run.values, *case, id=f"{run.id}-{name}", marks=run.marks)
+        for run in RUNS
+        for name, case in cases.items()
+        if takes(run.id, case[0].dtype)
+    ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
 
 from flashtile import env
 
 INTERPRETED = env.triton_interpret()
+hypothesis.settings.register_profile("flashtile", deadline=None, max_examples=40)
+hypothesis.settings.load_profile("flashtile")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -67,6 +67,7 @@ def flash_attn_func(
     check_backend(backend)
     q, k, v = _autocast(q), _autocast(k), _autocast(v)
     spec.check_tensors(q, k, v)
+    spec.check_flag("deterministic", deterministic)
     window_left, window_right = spec.mask_window(causal, window_size)
     out, lse = ops.attention(
         q, k, v, spec.checked_scale(softmax_scale, q.shape[3]), window_left, window_right,
@@ -139,7 +140,9 @@ def flash_attn_qkvpacked_func(
 
 def _autocast(x: Tensor) -> Tensor:
     """x in autocast's dtype where autocast is on for its device, as for torch's own attention; float64 stays."""
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
-        if x.is_floating_point() and x.dtype != torch.float64:
-            return x.to(torch.get_autocast_dtype(x.device.type))
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
     return x

@@ -88,8 +88,7 @@ class AttentionSpec:
 
 def mask_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     """(window_left, window_right) of the `causal` and `window_size` arguments; -1 is an open side."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: got {causal!r}; want a bool")
+    check_flag("causal", causal)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size: got {window_size!r}; want a pair (left, right)")
     for side in window_size:
@@ -103,6 +102,7 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The softmax scale: `softmax_scale`, or 1/sqrt(D) where it is None. Any finite number."""
     if softmax_scale is None:
         return head_dim**-0.5
+    _check_number("softmax_scale", softmax_scale)
     if not -math.inf < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: got {softmax_scale}; want a finite number or None for 1/sqrt(D)")
     return softmax_scale
@@ -110,9 +110,21 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 def checked_softcap(softcap: float) -> float:
     """The soft cap on the scores; 0.0 switches it off."""
+    _check_number("softcap", softcap)
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap: got {softcap}; want a finite number >= 0 (0.0 switches it off)")
     return softcap
+
+
+def check_flag(name: str, value: bool) -> None:
+    """TypeError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}; want a bool")
+
+
+def _check_number(name: str, value: float) -> None:
+    if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}: got {type(value).__name__}; want a number")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import reference
 from .spec import AttentionSpec
 
 
@@ -72,23 +71,9 @@ def make_inputs(
     )
 
 
-def standard_attention(spec: AttentionSpec, inputs: Inputs, dtype: torch.dtype) -> Result:
-    """Standard attention in `dtype`, its gradients by autograd: float64 is the truth, `spec.dtype` the baseline."""
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs[:3])
-    out, lse = reference.attend(spec, q, k, v)
-    # lse is -inf in rows without keys: leave those out of the scalar, their gradient is zero
-    loss = (out * inputs.dout.to(dtype)).sum() + (lse * inputs.dlse.to(dtype)).masked_fill(lse.isinf(), 0).sum()
-    return Result(out.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v)))
-
-
 def errors(spec: AttentionSpec, inputs: Inputs, result: Result) -> list[Error]:
-    """One `Error` for each output that `result` holds.
-
-    Both judges materialise S, so this is for small problems; see `Sample` for large ones.
-    """
-    truth = standard_attention(spec, inputs, torch.float64)
-    baseline = standard_attention(spec, inputs, spec.dtype)
-    return _compare(result, truth, baseline, spec.dtype)
+    """One `Error` for each output that `result` holds, judged in every row. See `Sample` for large problems."""
+    return Sample.of(spec, inputs, size=max(spec.seqlen_q, spec.seqlen_k)).errors(result)
 
 
 @dataclass(frozen=True)
@@ -115,8 +100,9 @@ class Sample:
         rows = _stratified(spec.seqlen_q, size, seed).to(inputs.q.device)
         keys = _stratified(spec.seqlen_k, size, seed + 1).to(inputs.q.device)
         truth = _standard_sample(spec, inputs, torch.float64, rows, keys, gradients)
-        baseline = _standard_sample(spec, inputs, spec.dtype, rows, keys, gradients)
-        return Sample(rows, keys, truth, baseline, spec.dtype)
+        baseline = _standard_sample(spec, inputs, _baseline_dtype(spec.dtype), rows, keys, gradients)
+        lse_baseline = _standard_sample(spec, inputs, torch.float32, rows, keys, gradients=False).lse
+        return Sample(rows, keys, truth, baseline._replace(lse=lse_baseline), spec.dtype)
 
     def errors(self, result: Result) -> list[Error]:
         """One `Error` for each output that the whole `result` holds and the sample knows."""
@@ -176,8 +162,7 @@ def _standard_sample(
 
 def _standard_rows(spec: AttentionSpec, x: Inputs, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out (B, Hq, r, Dv), lse (B, Hq, r) and delta = rowsum(dO o O) of the queries `rows`."""
-    first, _ = spec.visible_keys(int(rows[0]))
-    _, end = spec.visible_keys(int(rows[-1]))
+    first, end = (spec.visible_keys(int(rows[0]))[0], spec.visible_keys(int(rows[-1]))[1]) if len(rows) else (0, 0)
     first = min(first, end)
     keys = torch.arange(first, end, device=rows.device)
     scores = _standard_scores(spec, x, rows, keys)
@@ -220,12 +205,21 @@ def _visible(spec: AttentionSpec, rows: Tensor, keys: Tensor) -> Tensor:
     return seen
 
 
+def _baseline_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose error stands for PyTorch's own: there is no truth above float64, so float32's is scaled."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
 def _compare(result: Result, truth: Result, baseline: Result, dtype: torch.dtype) -> list[Error]:
-    return [
-        Error(name, _largest_error(ours, exact), budget(_largest_error(low, exact), exact, dtype))
-        for name, ours, exact, low in zip(Result._fields, result, truth, baseline, strict=True)
-        if ours is not None and exact is not None and low is not None
-    ]
+    """lse is judged as what it is, a float32 output (float64 for float64), the others in `dtype`."""
+    found = []
+    for name, ours, exact, low in zip(Result._fields, result, truth, baseline, strict=True):
+        if ours is None or exact is None or low is None:
+            continue
+        judged_in = torch.float32 if name == "lse" and dtype != torch.float64 else dtype
+        scale = torch.finfo(judged_in).eps / torch.finfo(_baseline_dtype(judged_in)).eps
+        found.append(Error(name, _largest_error(ours, exact), budget(_largest_error(low, exact) * scale, exact, judged_in)))
+    return found
 
 
 def budget(baseline_error: float, exact: Tensor, dtype: torch.dtype) -> float:
