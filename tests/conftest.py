@@ -32,7 +32,7 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         def wrapper(*args, **kwargs):
             fresh = allocate(*args, **kwargs)
             if fresh.is_floating_point() and fresh.device.type in ("cpu", "cuda"):
-                fresh.fill_(float("nan"))
+                fresh.detach().fill_(float("nan"))
             return fresh
 
         return wrapper

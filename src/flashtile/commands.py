@@ -92,7 +92,7 @@ def attention(
     report = measure(console, cases, modes, names, target, Effort(rounds=rounds), output)
     print_report(console, report)
     if plot is not None:
-        save_bars(report, plot, f"Attention on {report.machine['device']['name']}")
+        save_bars(report, plot, _chart_title(report))
     _exit_if_ours_is_wrong(report)
 
 
@@ -114,7 +114,7 @@ def demo(
     names = (f"flashtile-{ours}", "standard", "sdpa")
     report = measure(console, cases, ("fwd", "bwd"), names, target, Effort(rounds=3, round_ms=50), report_path)
     print_report(console, report)
-    save_bars(report, chart_path, f"Attention speed on {report.machine['device']['name']}")
+    save_bars(report, chart_path, _chart_title(report))
     console.print(f"wrote {report_path} and {chart_path}", markup=False)
     _exit_if_ours_is_wrong(report)
 
@@ -175,6 +175,19 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=160)
 
 
+@bench.command()
+def show(
+    report: Annotated[Path, typer.Argument(help="JSON report")],
+    plot: Annotated[Path | None, typer.Option(help="PNG bar chart")] = None,
+) -> None:
+    """Print a report again, and draw it."""
+    loaded = _load(report, "REPORT")
+    _check_writable(plot, "--plot")
+    print_report(wide_console(), loaded)
+    if plot is not None:
+        save_bars(loaded, plot, _chart_title(loaded))
+
+
 def measure(
     console: Console,
     cases: Sequence[Case],
@@ -199,6 +212,8 @@ def measure(
 
         for rows in run(cases, modes, providers, device, effort, on_step):
             report = Report(machine, (*report.rows, *rows))
+            if not console.is_terminal:
+                console.print(f"measured {rows[0].case.label}", markup=False)
             if output is not None:
                 report.save(output)
     return report
@@ -231,6 +246,10 @@ def parse_dtype(name: str, option: str) -> str:
     if full not in DTYPES:
         raise typer.BadParameter(f"got {name!r}; want one of {', '.join([*DTYPES, *_SHORT_DTYPES])}", param_hint=option)
     return full
+
+
+def _chart_title(report: Report) -> str:
+    return f"Attention speed on {report.machine['device']['name']}"
 
 
 def _exit_if_ours_is_wrong(report: Report) -> None:

@@ -94,7 +94,7 @@ class Sample:
     def of(spec: AttentionSpec, inputs: Inputs, *, size: int = 128, gradients: bool = True, seed: int = 0) -> Sample:
         """Truth (float64) and baseline (`spec.dtype`) of `size` queries and keys; `gradients` adds dq, dk and dv.
 
-        A query's row needs the keys alone. A key's gradients need lse and rowsum(dO o O) of every query, which
+        A query's row needs the keys alone. A key's gradients need lse and delta of every query, which
         are computed a block of rows at a time: memory stays O((Sq + Sk) size), time is one forward pass.
         """
         rows = _stratified(spec.seqlen_q, size, seed).to(inputs.q.device)
@@ -127,7 +127,7 @@ def _stratified(length: int, size: int, seed: int) -> Tensor:
     return torch.cat([torch.tensor([0, length - 1]), inside.long().clamp(0, length - 1)]).unique()
 
 
-_BLOCK_SCORES = 1 << 23  # scores held at a time while walking over all rows: 64 MiB in float64
+_BLOCK_SCORES = {"cpu": 1 << 23, "cuda": 1 << 27}  # held at a time while walking over all rows, 8 bytes each
 
 
 def _standard_sample(
@@ -149,7 +149,7 @@ def _standard_sample(
     _, ds = _standard_gradient(spec, heads_first, rows, all_keys, lse, delta)
     dq = ds @ heads_first.k
 
-    step = max(1, _BLOCK_SCORES // max(1, spec.batch * spec.heads_q * spec.seqlen_k))
+    step = max(1, _BLOCK_SCORES[rows.device.type] // max(1, spec.batch * spec.heads_q * spec.seqlen_k))
     blocks = torch.arange(spec.seqlen_q, device=rows.device).split(step)
     walked = [_standard_rows(spec, heads_first, block)[1:] for block in blocks]
     every_lse, every_delta = (torch.cat(parts, 2) for parts in zip(*walked, strict=True))
@@ -161,11 +161,16 @@ def _standard_sample(
 
 
 def _standard_rows(spec: AttentionSpec, x: Inputs, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B, Hq, r, Dv), lse (B, Hq, r) and delta = rowsum(dO o O) of the queries `rows`."""
-    first, end = (spec.visible_keys(int(rows[0]))[0], spec.visible_keys(int(rows[-1]))[1]) if len(rows) else (0, 0)
-    first = min(first, end)
+    """out (B, Hq, r, Dv), lse (B, Hq, r) and delta = rowsum(dO o O) of the queries `rows`, which are sorted.
+
+    rowsum(P o dP) is the same number but cancels better where a row sees few keys; the baseline takes the form that
+    every flash algorithm must use, or it would call them wrong there.
+    """
+    ranges = [spec.visible_keys(int(row)) for row in (*rows[:1], *rows[-1:])]
+    end = max((end for _, end in ranges), default=0)
+    first = min((first for first, _ in ranges), default=end)
     keys = torch.arange(first, end, device=rows.device)
-    scores = _standard_scores(spec, x, rows, keys)
+    scores = _standard_scores(spec, x.q[:, :, rows], x.k[:, :, first:end])
     seen = _visible(spec, rows, keys)
     empty = ~seen.any(-1)
     scores = scores.masked_fill_(~seen, float("-inf"))
@@ -179,7 +184,7 @@ def _standard_gradient(
     spec: AttentionSpec, x: Inputs, rows: Tensor, keys: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """P and dS / dscore of the queries `rows` against `keys`, (B, Hq, r, c) each, from lse and delta of the rows."""
-    scores = _standard_scores(spec, x, rows, keys)
+    scores = _standard_scores(spec, x.q[:, :, rows], x.k[:, :, keys])
     unseen = ~_visible(spec, rows, keys)
     p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).masked_fill_(unseen, float("-inf")).exp_()
     ds = x.dout[:, :, rows] @ x.v[:, :, keys].mT
@@ -189,8 +194,8 @@ def _standard_gradient(
     return p, ds.mul_(spec.softmax_scale)
 
 
-def _standard_scores(spec: AttentionSpec, x: Inputs, rows: Tensor, keys: Tensor) -> Tensor:
-    scores = x.q[:, :, rows] @ x.k[:, :, keys].mT * spec.softmax_scale
+def _standard_scores(spec: AttentionSpec, q: Tensor, k: Tensor) -> Tensor:
+    scores = q @ k.mT * spec.softmax_scale
     return spec.softcap * torch.tanh(scores / spec.softcap) if spec.softcap > 0 else scores
 
 

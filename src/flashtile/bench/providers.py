@@ -142,6 +142,7 @@ def _too_large(case: Case, device: torch.device, mode: Mode, dtype: torch.dtype)
 def free_bytes(device: torch.device) -> float:
     """Memory that can still be had on `device`, in bytes; infinite where the system does not say."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what PyTorch holds in reserve can be had too
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():

@@ -92,14 +92,14 @@ def _check_provider(
     contender = _Contender(name, _not_built)
     for mode in modes:
         row = Row(case, name, mode, flops(spec, mode, paper_pairs(spec)))
-        reason = provider.declines(case, device, mode)
-        if reason is None:
-            try:
+        try:
+            reason = provider.declines(case, device, mode)
+            if reason is None:
                 if contender.attention is _not_built:
                     contender.attention = provider.build(case, device)
                 row = _judged(row, contender.attention, inputs, sample, device)
-            except Exception as error:  # whatever another library raises is why it has no number
-                reason = _first_line(error)
+        except Exception as error:  # whatever another library raises is why it has no number
+            reason = _first_line(error)
         contender.rows[mode] = row if reason is None else replace(row, reason=reason)
     return contender
 
