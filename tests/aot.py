@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 import triton
@@ -15,6 +14,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from flashtile.backends.triton.config import choose
 from flashtile.backends.triton.launch import Kernel
 from flashtile.spec import AttentionSpec
 
@@ -43,9 +43,10 @@ def target_of(arch: str) -> GPUTarget:
 
 def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Tensor | None) -> tuple[Usage, object]:
     """Compiles what a call with these tensors would run on `arch`; returns its usage and Triton's object."""
-    launch = kernel.describe(spec, arch, *tensors)
+    tiles = choose(kernel.role, spec, arch)
+    launch = kernel.describe(spec, tiles, *tensors)
     names = kernel.fn.arg_names
-    values = [*tensors, *launch.scalars, *launch.constants.values()]
+    values = [*tensors, *launch.arguments]
     assert len(names) == len(values), f"{kernel.fn.__name__}: {len(names)} parameters, {len(values)} arguments"
     signature, constants, attributes = {}, {}, {}
     for index, (name, value) in enumerate(zip(names, values, strict=True)):
@@ -59,8 +60,7 @@ def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Ten
         if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel.fn, signature, constants, attributes)
-    options = launch.tiles.options
-    compiled = triton.compile(source, target=target_of(arch), options=options)
+    compiled = triton.compile(source, target=target_of(arch), options=tiles.options)
     return _usage(compiled, arch), compiled
 
 

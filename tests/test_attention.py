@@ -40,6 +40,7 @@ def test_forward_lse_and_gradients_are_exact(backend, device, case, amplitude):
     assert [e for e in errors(case, inputs, result) if not e.ok] == []
 
 
+@every_backend
 def test_a_query_without_keys_gets_zero_and_no_gradient(backend, device):
     case = spec((120, 40), (1, 1), (16, 16), left=3, right=0)
     inputs = make_inputs(case, device)
@@ -73,6 +74,7 @@ def test_any_strides(layout, backend, device):
     assert [e for e in errors(case, inputs, result) if not e.ok] == []
 
 
+@every_backend
 def test_packed_functions_equal_the_unpacked_one(backend, device):
     case = spec((40, 40), (2, 2), (32, 32), right=0)
     q, k, v, dout, _ = make_inputs(case, device)
@@ -89,6 +91,7 @@ def test_packed_functions_equal_the_unpacked_one(backend, device):
     torch.testing.assert_close(torch.autograd.grad(from_kv, kv, dout)[0], torch.stack((dk, dv), 2), rtol=0, atol=0)
 
 
+@every_backend
 def test_only_out_or_only_lse_may_be_differentiated(backend, device):
     case = spec((30, 30), (2, 1), (16, 16), right=0)
     inputs = make_inputs(case, device)
@@ -140,6 +143,7 @@ def test_deterministic_gradients_are_bitwise_equal(backend, device, case):
             assert torch.equal(one, other)
 
 
+@every_backend
 @pytest.mark.slow
 def test_rows_too_far_apart_for_32_bit_offsets(backend, device):
     """The last rows of one tile lie more than 2^31 elements from its first."""

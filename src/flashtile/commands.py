@@ -1,4 +1,4 @@
-"""`flashtile demo | bench | verify | explain`: arguments in, tables and files out."""
+"""`flashtile demo | bench | verify | explain | tune`: arguments in, tables and files out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from .bench.tables import print_explanation, print_ratios, print_report, print_v
 from .bench.timing import copy_bytes, gemm_flops
 from .bench.verify import verify as verdicts_on
 from .dispatch import declined
-from .spec import AttentionSpec, check_tensors, checked_scale, checked_softcap, mask_window
+from .env import tuned_configs
+from .spec import MAX_HEAD_DIM, AttentionSpec, check_tensors, checked_scale, checked_softcap, mask_window
 
 app = typer.Typer(help="Exact FlashAttention for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(help="Time attention: cases x providers.")
@@ -167,6 +168,36 @@ def explain(
         raise typer.BadParameter(str(error)) from error
     spec = AttentionSpec.of(q, k, v, softmax_scale=scale, window_left=left, window_right=right, softcap=cap)
     print_explanation(wide_console(), explanation_lines(explain_spec(spec, target)))
+
+
+@app.command()
+def tune(
+    head_dims: Annotated[str, typer.Option(help="comma-separated head dims")] = "64,128",
+    dtype: Annotated[str, typer.Option(help="fp16, bf16 or fp32")] = "bf16",
+    seqlen: Annotated[int, typer.Option(min=16, help="length to measure at, 16k tokens in all")] = 4096,
+) -> None:
+    """Measure tile sizes on this GPU and keep the fastest for later runs."""
+    console = wide_console()
+    device = parse_device("")
+    spec_dtype = DTYPES[parse_dtype(dtype, "--dtype")]
+    problems = [
+        AttentionSpec(max(1, 16384 // seqlen), seqlen, seqlen, 16, 16, dim, dim, spec_dtype, dim**-0.5, -1, right)
+        for dim in _integers(head_dims, "--head-dims", MAX_HEAD_DIM)
+        for right in (-1, 0)
+    ]
+    reason = declined(problems[0], device)["triton"]
+    if reason is not None or device.type == "cpu":
+        raise typer.BadParameter(f"tuning needs a GPU: {reason or 'this is the interpreter'}", param_hint="--dtype")
+    from .backends.triton.config import arch_of, save_tuned
+    from .backends.triton.tune import tune as measure
+
+    arch = arch_of(device)
+    assert arch is not None
+    for spec in problems:
+        for key, tiles in measure(spec, device):
+            save_tuned(arch, {key: tiles})
+            console.print(f"{arch} {key}: {tiles}", markup=False)
+    console.print(f"kept in {tuned_configs()}", markup=False)
 
 
 def wide_console() -> Console:

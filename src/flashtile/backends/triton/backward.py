@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import AttentionSpec
-from .config import Tiles, choose
+from .config import Tiles
 from .launch import Kernel, Launch, dense_rows, score_units, strides, tile_dims, window_constants
 from .tile import LOG2E, load_row, load_tile, part_of, store_tile, tanh, visible, visible_blocks
 
@@ -169,18 +169,15 @@ def _constants(spec: AttentionSpec, tiles: Tiles) -> dict:
     )
 
 
-def _launch_dkdv(spec, arch, q, k, v, dout, lse2, delta, dk, dv) -> Launch:
-    tiles = choose("dkdv", spec, arch)
+def _launch_dkdv(spec, tiles, q, k, v, dout, lse2, delta, dk, dv) -> Launch:
     return Launch(
         grid=triton.cdiv(spec.seqlen_k, tiles.tile_n) * spec.heads_k * spec.batch,
         scalars=(*(n for x in (q, k, v, dout, dk, dv) for n in strides(x)), spec.heads_k, *_problem(spec)),
         constants={**_constants(spec, tiles), "GROUP": spec.group},
-        tiles=tiles,
     )
 
 
-def _launch_dq(spec, arch, q, k, v, out, dout, lse, dlse, lse2, delta, dq) -> Launch:
-    tiles = choose("dq", spec, arch)
+def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, lse2, delta, dq) -> Launch:
     return Launch(
         grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
         scalars=(
@@ -188,12 +185,11 @@ def _launch_dq(spec, arch, q, k, v, out, dout, lse, dlse, lse2, delta, dq) -> La
             spec.heads_q, spec.group, *_problem(spec),
         ),
         constants=_constants(spec, tiles),
-        tiles=tiles,
     )
 
 
-DQ = Kernel(dq_kernel, _launch_dq)
-DKDV = Kernel(dkdv_kernel, _launch_dkdv)
+DQ = Kernel("dq", dq_kernel, _launch_dq)
+DKDV = Kernel("dkdv", dkdv_kernel, _launch_dkdv)
 
 
 def backward(

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import AttentionSpec
-from .config import choose
+from .config import Tiles
 from .launch import FLOAT32_TINY, Kernel, Launch, dense_rows, score_units, strides, tile_dims, window_constants
 from .tile import LN2, load_tile, part_of, softmax_step, store_tile, tanh, visible, visible_blocks
 
@@ -72,8 +72,7 @@ def forward_kernel(
     tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)  # line 15
 
 
-def _launch(spec: AttentionSpec, arch: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Launch:
-    tiles = choose("forward", spec, arch)
+def _launch(spec: AttentionSpec, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Launch:
     unit, cap_in = score_units(spec)
     return Launch(
         grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
@@ -86,11 +85,10 @@ def _launch(spec: AttentionSpec, arch: str, q: Tensor, k: Tensor, v: Tensor, out
             **tile_dims(spec), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, **window_constants(spec),
             SOFTCAP=spec.softcap > 0, NEGATIVE=unit < 0,
         ),
-        tiles=tiles,
     )  # fmt: skip
 
 
-FORWARD = Kernel(forward_kernel, _launch)
+FORWARD = Kernel("forward", forward_kernel, _launch)
 
 
 def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ...spec import AttentionSpec
-from .config import Tiles, arch_of
+from .config import Role, Tiles, arch_of, choose
 
 MAX_REMEMBERED = 4096  # problems per kernel; each costs about a kilobyte
 LOG2E = 1.4426950408889634
@@ -25,18 +25,22 @@ FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: its grid, the arguments after the tensors in the kernel's order, and its tiles."""
+    """One launch: its grid, and the arguments after the tensors in the kernel's order."""
 
     grid: int
     scalars: tuple[int | float, ...]
     constants: dict[str, Any]
-    tiles: Tiles
+
+    @property
+    def arguments(self) -> tuple:
+        return (*self.scalars, *self.constants.values())
 
 
 class Kernel:
-    """A Triton kernel together with the function that derives its launch from a spec and tensors."""
+    """A Triton kernel together with the function that derives its launch from (spec, tiles, *tensors)."""
 
-    def __init__(self, fn: Any, describe: Callable[..., Launch]) -> None:
+    def __init__(self, role: Role, fn: Any, describe: Callable[..., Launch]) -> None:
+        self.role = role
         self.fn = fn
         self.describe = describe
         self._compiled: dict[tuple, tuple[Callable[..., None], tuple]] = {}
@@ -56,16 +60,15 @@ class Kernel:
             run, rest = known
             run(*tensors, *rest)
             return
-        launch = self.describe(spec, arch_of(device), *tensors)
+        tiles = choose(self.role, spec, arch_of(device))
+        launch = self.describe(spec, tiles, *tensors)
         if launch.grid == 0:
             return
-        rest = (*launch.scalars, *launch.constants.values())
-        options = launch.tiles.options
-        compiled = self.fn[(launch.grid,)](*tensors, *rest, **options)
+        compiled = self.fn[(launch.grid,)](*tensors, *launch.arguments, **tiles.options)
         if compiled is not None:  # the interpreter compiles nothing
             if len(self._compiled) >= MAX_REMEMBERED:
                 self._compiled.clear()
-            self._compiled[key] = compiled[(launch.grid, 1, 1)], rest
+            self._compiled[key] = compiled[(launch.grid, 1, 1)], launch.arguments
 
 
 def dense_rows(x: Tensor) -> Tensor:
