@@ -49,15 +49,16 @@ def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Ten
     values = [*tensors, *launch.arguments]
     assert len(names) == len(values), f"{kernel.fn.__name__}: {len(names)} parameters, {len(values)} arguments"
     signature, constants, attributes = {}, {}, {}
-    for index, (name, value) in enumerate(zip(names, values, strict=True)):
+    for index, (name, value, parameter) in enumerate(zip(names, values, kernel.fn.params, strict=True)):
+        free = parameter.do_not_specialize
         if isinstance(value, Tensor):
             signature[name] = POINTERS[value.dtype]
-        elif value is None or name in launch.constants or (isinstance(value, int) and value == 1):
+        elif value is None or name in launch.constants or (isinstance(value, int) and value == 1 and not free):
             signature[name] = "constexpr"
             constants[name] = value
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0):
+        if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0 and not free):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel.fn, signature, constants, attributes)
     compiled = triton.compile(source, target=target_of(arch), options=tiles.options)

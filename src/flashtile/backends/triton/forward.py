@@ -10,29 +10,27 @@ from torch import Tensor
 
 from ...spec import AttentionSpec
 from .config import Tiles
-from .launch import FLOAT32_TINY, Kernel, Launch, dense_rows, score_units, strides, tile_dims, window_constants
-from .tile import LN2, load_tile, part_of, softmax_step, store_tile, tanh, visible, visible_blocks
+from .launch import FLOAT32_TINY, NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
+from .tile import LN2, load_tile, part_of, place, softmax_step, store_tile, tanh, visible, visible_blocks
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    heads_q, group, seqlen_q, seqlen_k, unit, cap_in, window_left, window_right,
+    heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 1 for one block of rows: grid (blocks of Q * Hq * B,), blocks of one head next to each other."""
+    """Algorithm 1 for one block of rows: grid (blocks of Q * Hq * B,)."""
     n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
-    m_block = tl.program_id(0) % n_m_blocks
+    m_block, head, batch = place(n_m_blocks, heads_q)
     if HAS_RIGHT:
         m_block = n_m_blocks - 1 - m_block  # causal: the rows that see most first
-    head = tl.program_id(0) // n_m_blocks % heads_q
-    batch = (tl.program_id(0) // n_m_blocks // heads_q).to(tl.int64)
-    q_ptr += batch * stride_qb + head.to(tl.int64) * stride_qh
-    k_ptr += batch * stride_kb + (head // group).to(tl.int64) * stride_kh
-    v_ptr += batch * stride_vb + (head // group).to(tl.int64) * stride_vh
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + head // group * stride_kh
+    v_ptr += batch * stride_vb + head // group * stride_vh
     stride_os = heads_q.to(tl.int64) * DV
     out_ptr += batch * seqlen_q * stride_os + head * DV
     lse_ptr += (batch * heads_q + head) * seqlen_q
@@ -40,7 +38,9 @@ def forward_kernel(
     row = m_block * TILE_M
     rows = row + tl.arange(0, TILE_M)
     q = load_tile(q_ptr, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)  # line 4
-    if NEGATIVE:  # a negative scale: unit is its size, q carries the sign
+    if EXACT:
+        q *= softmax_scale
+    if NEGATIVE:  # unit is positive: q carries the scale's sign
         q = -q
     acc = tl.zeros([TILE_M, TILE_DV], tl.float32)  # line 5
     m = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -61,13 +61,13 @@ def forward_kernel(
                 cols = col + tl.arange(0, TILE_N)
                 seen = visible(rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
                 s = tl.where(seen, s, float("-inf"))
-            p, alpha, m, l = softmax_step(s, unit, m, l)  # line 9
+            p, alpha, m, l = softmax_step(s, unit, m, l, EXACT)  # line 9
             v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # line 10
 
     empty = l == 0  # rows that see no key
     out = acc / tl.where(empty, 1.0, l)[:, None]  # line 12
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2)  # line 13
+    lse = tl.where(empty, float("-inf"), (m * unit + tl.log2(l)) * LN2)  # line 13
     store_tile(out_ptr, stride_os, row, seqlen_q, out, DV, TILE_M, TILE_DV)  # line 14
     tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)  # line 15
 
@@ -78,13 +78,10 @@ def _launch(spec: AttentionSpec, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, 
         grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
         scalars=(
             *strides(q), *strides(k), *strides(v), spec.heads_q, spec.group, spec.seqlen_q, spec.seqlen_k,
-            # the running maximum needs unit > 0; the smallest float stands in for a scale of zero
-            max(abs(unit), FLOAT32_TINY), cap_in, spec.window_left, spec.window_right,
+            # a running maximum needs unit > 0: the smallest float stands in for a scale of zero
+            spec.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, spec.window_left, spec.window_right,
         ),
-        constants=dict(
-            **tile_dims(spec), TILE_M=tiles.tile_m, TILE_N=tiles.tile_n, **window_constants(spec),
-            SOFTCAP=spec.softcap > 0, NEGATIVE=unit < 0,
-        ),
+        constants={**constants(spec, tiles), "NEGATIVE": unit < 0},
     )  # fmt: skip
 
 

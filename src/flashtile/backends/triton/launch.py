@@ -21,6 +21,7 @@ from .config import Role, Tiles, arch_of, choose
 MAX_REMEMBERED = 4096  # problems per kernel; each costs about a kilobyte
 LOG2E = 1.4426950408889634
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
+NOT_SPECIALIZED = ("heads_q", "heads_k", "group", "window_left", "window_right")  # a value of 1 or 16 makes no variant
 
 
 @dataclass(frozen=True)
@@ -81,23 +82,30 @@ def strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(1), x.stride(2)
 
 
+def exact(spec: AttentionSpec) -> bool:
+    """Whether kernels scale q before the product and shift scores before anything else; capped scores are small."""
+    return spec.dtype == torch.float32 and spec.softcap == 0
+
+
 def score_units(spec: AttentionSpec) -> tuple[float, float]:
-    """(unit, cap_in): base-2 scores are q.k * unit, or with a soft cap tanh(q.k * cap_in) * unit."""
+    """(unit, cap_in): scores in base 2 are s * unit, where s is q.k, with a soft cap tanh(q.k * cap_in)."""
     if spec.softcap > 0:
         return spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
-    return spec.softmax_scale * LOG2E, 0.0
+    return (LOG2E if exact(spec) else spec.softmax_scale * LOG2E), 0.0
 
 
-def tile_dims(spec: AttentionSpec) -> dict[str, int]:
-    """Head dims and the powers of two, at least the matrix units' 16, that hold them."""
+def constants(spec: AttentionSpec, tiles: Tiles) -> dict[str, Any]:
+    """The compile-time arguments every kernel has: each combination is a variant of its own."""
     return {
         "D": spec.head_dim,
         "DV": spec.head_dim_v,
+        # the powers of two, at least the matrix units' 16, that hold them
         "TILE_D": max(16, triton.next_power_of_2(spec.head_dim)),
         "TILE_DV": max(16, triton.next_power_of_2(spec.head_dim_v)),
+        "TILE_M": tiles.tile_m,
+        "TILE_N": tiles.tile_n,
+        "HAS_LEFT": spec.window_left >= 0,
+        "HAS_RIGHT": spec.window_right >= 0,
+        "SOFTCAP": spec.softcap > 0,
+        "EXACT": exact(spec),
     }
-
-
-def window_constants(spec: AttentionSpec) -> dict[str, bool]:
-    """Which sides of the mask are closed."""
-    return {"HAS_LEFT": spec.window_left >= 0, "HAS_RIGHT": spec.window_right >= 0}

@@ -14,6 +14,18 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def place(n_blocks, n_heads):
+    """(block, head, batch) of this program in a grid of n_blocks * n_heads * B, blocks of one head in a row.
+
+    Programs that run at the same time so share one head's tensors, and the L2 cache holds them.
+    """
+    block = tl.program_id(0) % n_blocks
+    head = tl.program_id(0) // n_blocks % n_heads
+    batch = tl.program_id(0) // n_blocks // n_heads
+    return block, head.to(tl.int64), batch.to(tl.int64)
+
+
+@triton.jit
 def visible_blocks(
     row_block, n_rows, n_cols, left, right,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -124,15 +136,29 @@ def tanh(x):
 
 
 @triton.jit
-def softmax_step(s, unit, m, l):
-    """One step of the online softmax (Algorithm 1, line 9): s * unit are the scores in base 2, unit > 0.
+def exp_of_scores(s, shift, unit, EXACT: tl.constexpr):
+    """exp(scores - shift) for scores s * unit in base 2, where `shift` is in base 2 too: one multiply-add each.
 
-    Takes and returns the running row maximum m and sum l; returns P and the factor for what was summed so far.
+    EXACT takes `shift` in the unit of s and subtracts first: for the largest score of a row the difference is then
+    an exact zero however large the scores are, as float32 results need it (16-bit ones round P more than that).
     """
-    m_new = tl.maximum(m, tl.max(s, 1) * unit)
+    if EXACT:
+        return tl.exp2((s - shift) * unit)
+    else:
+        return tl.exp2(s * unit - shift)
+
+
+@triton.jit
+def softmax_step(s, unit, m, l, EXACT: tl.constexpr):
+    """One step of the online softmax (Algorithm 1, line 9), for scores s * unit in base 2, unit > 0.
+
+    Takes and returns the running maximum m of s and the running sum l; returns P and the factor for what was
+    summed so far.
+    """
+    m_new = tl.maximum(m, tl.max(s, 1))
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
-    p = tl.exp2(s * unit - shift[:, None])
-    alpha = tl.exp2(m - shift)
+    p = exp_of_scores(s, (shift if EXACT else shift * unit)[:, None], unit, EXACT)
+    alpha = tl.exp2((m - shift) * unit)
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
 
