@@ -8,6 +8,7 @@ Legend: B batch, Sq/Sk query/key length, Hq/Hk query/key heads, D query/key head
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -60,6 +61,13 @@ class AttentionSpec:
             batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, q.dtype,
             softmax_scale, window_left, window_right, softcap, deterministic,
         )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # kept: a spec is a key of every launch
+        return hash(tuple(value for name, value in vars(self).items() if name != "_hash"))
 
     @property
     def group(self) -> int:

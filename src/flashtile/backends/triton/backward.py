@@ -197,8 +197,8 @@ def backward(
     dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
-    DQ(spec, q, k, v, out, dout, lse, dlse, shift, delta, dq)
-    DKDV(spec, q, k, v, dout, shift, delta, dk, dv)
+    DQ(spec, (q, k, v, out, dout, lse, dlse), (shift, delta, dq))
+    DKDV(spec, (q, k, v, dout, shift, delta), (dk, dv))
     for gradient, computed in zip(gradients, (dq, dk, dv), strict=True):
         if gradient is not computed:  # a layout the kernels do not write
             gradient.copy_(computed)

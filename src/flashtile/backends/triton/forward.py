@@ -93,5 +93,5 @@ def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32, device=q.device)
-    FORWARD(spec, q, k, v, out, lse)
+    FORWARD(spec, (q, k, v), (out, lse))
     return out, lse

@@ -46,26 +46,29 @@ class Kernel:
         self.describe = describe
         self._compiled: dict[tuple, tuple[Callable[..., None], tuple]] = {}
 
-    def __call__(self, spec: AttentionSpec, *tensors: Tensor | None) -> None:
-        """Runs on the tensors' device and its current stream; does nothing for an empty grid."""
-        device = tensors[0].device  # type: ignore[union-attr]
+    def __call__(self, spec: AttentionSpec, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> None:
+        """Runs on the current stream of the inputs' device; does nothing for an empty grid.
+
+        `outputs` are fresh, their layouts a function of the spec and the inputs' layouts.
+        """
+        device = inputs[0].device  # type: ignore[union-attr]
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self._run(spec, device, tensors)
-        return self._run(spec, device, tensors)
+                return self._run(spec, device, inputs, outputs)
+        return self._run(spec, device, inputs, outputs)
 
-    def _run(self, spec: AttentionSpec, device: torch.device, tensors: tuple[Tensor | None, ...]) -> None:
-        key = (spec, device.index, *[x if x is None else (x.stride(), x.data_ptr() & 15) for x in tensors])
+    def _run(self, spec: AttentionSpec, device: torch.device, inputs: tuple, outputs: tuple) -> None:
+        key = (spec, device.index, *[x if x is None else (x.stride(), x.data_ptr() & 15) for x in inputs])
         known = self._compiled.get(key)
         if known is not None:
-            run, rest = known
-            run(*tensors, *rest)
+            run, arguments = known
+            run(*inputs, *outputs, *arguments)
             return
         tiles = choose(self.role, spec, arch_of(device))
-        launch = self.describe(spec, tiles, *tensors)
+        launch = self.describe(spec, tiles, *inputs, *outputs)
         if launch.grid == 0:
             return
-        compiled = self.fn[(launch.grid,)](*tensors, *launch.arguments, **tiles.options)
+        compiled = self.fn[(launch.grid,)](*inputs, *outputs, *launch.arguments, **tiles.options)
         if compiled is not None:  # the interpreter compiles nothing
             if len(self._compiled) >= MAX_REMEMBERED:
                 self._compiled.clear()
