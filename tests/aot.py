@@ -72,7 +72,9 @@ def _usage(compiled: object, arch: str) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        report = subprocess.run([cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+        report = subprocess.run(
+            [cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", report).group(1)) for word in ("REG", "STACK"))
     return Usage(compiled.metadata.shared, registers, stack)
 

@@ -44,8 +44,8 @@ CASES = {
     "window-rows-without-keys": spec((120, 40), left=3, right=0),
     # lengths
     "one-query": spec((1, 100)),
-    "one-key": spec((100, 1), right=0),
-    "one-pair": spec((1, 1)),
+    "one-key": spec((100, 1), dtype=HALF, right=0),
+    "one-pair": spec((1, 1), dtype=HALF),
     "odd-lengths": spec((67, 131), dtype=HALF),
     "long": spec((300, 1000), (1, 1), dtype=BF16, batch=1),
     "empty-batch": spec(batch=0),

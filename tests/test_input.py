@@ -29,7 +29,12 @@ WRONG = {
     "k-head-dim": ({"k": tensor(2, 7, 2, 9)}, ValueError, "k: got head_dim 9", "the head_dim of q, 8"),
     "v-seqlen": ({"v": tensor(2, 6, 2, 6)}, ValueError, "v: got seqlen 6", "the seqlen of k, 7"),
     "v-heads": ({"v": tensor(2, 7, 4, 6)}, ValueError, "v: got 4 heads", "the heads of k, 2"),
-    "q-heads-not-a-multiple": ({"q": tensor(2, 5, 3, 8)}, ValueError, "q: got 3 heads", "multiple of the heads of k, 2"),
+    "q-heads-not-a-multiple": (
+        {"q": tensor(2, 5, 3, 8)},
+        ValueError,
+        "q: got 3 heads",
+        "multiple of the heads of k, 2",
+    ),
     "no-heads": ({"q": tensor(2, 5, 0, 8)}, ValueError, "q: got 0 heads", "positive multiple"),
     "k-dtype": ({"k": tensor(2, 7, 2, 8, dtype=torch.float16)}, TypeError, "k: got torch.float16", "torch.float32"),
     "v-dtype": ({"v": tensor(2, 7, 2, 6, dtype=torch.float64)}, TypeError, "v: got torch.float64", "torch.float32"),

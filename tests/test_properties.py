@@ -33,9 +33,7 @@ def problems(draw):
 
 def attend(case, q, k, v, backend, **changes):
     arguments = {"window_size": (case.window_left, case.window_right), "softcap": case.softcap, **changes}
-    return flash_attn_func(
-        q, k, v, softmax_scale=case.softmax_scale, return_lse=True, backend=backend, **arguments
-    )
+    return flash_attn_func(q, k, v, softmax_scale=case.softmax_scale, return_lse=True, backend=backend, **arguments)
 
 
 @BACKENDS
@@ -44,7 +42,9 @@ def test_splitting_the_keys_and_merging_by_lse_changes_nothing(problem, cut, bac
     case, (q, k, v, *_) = problem
     at = round(cut * case.seqlen_k)
     whole = attend(case, q, k, v, backend, window_size=(-1, -1))
-    parts = [attend(case, q, k[:, part], v[:, part], backend, window_size=(-1, -1)) for part in (slice(at), slice(at, None))]
+    parts = [
+        attend(case, q, k[:, part], v[:, part], backend, window_size=(-1, -1)) for part in (slice(at), slice(at, None))
+    ]
     merged = merge(*zip(*parts, strict=True))
     torch.testing.assert_close(merged, whole, **close)
 

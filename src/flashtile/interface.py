@@ -182,7 +182,6 @@ def _checked(
 
 def _autocast(x: Tensor) -> Tensor:
     """x in autocast's dtype where autocast is on for its device, as for torch's own attention; float64 stays."""
-    if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        if x.is_floating_point() and x.dtype != torch.float64:
-            return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.is_meta:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x

@@ -27,7 +27,9 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         ValueError: no parts, or not as many lses as outs.
     """
     if len(outs) != len(lses) or not outs:
-        raise ValueError(f"outs, lses: got {len(outs)} and {len(lses)} parts; want one lse for each out, and at least one")
+        raise ValueError(
+            f"outs, lses: got {len(outs)} and {len(lses)} parts; want one lse for each out, and at least one"
+        )
     lse_parts = torch.stack(list(lses))  # (parts, B, Hq, Sq)
     empty = (lse_parts == float("-inf")).all(0)
     lse = lse_parts.masked_fill(empty, 0.0).logsumexp(0)

@@ -15,7 +15,9 @@ from torch.autograd import forward_ad
 from . import dispatch
 from .spec import AttentionSpec
 
-_SETTINGS = "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, bool deterministic, str? backend"
+_SETTINGS = (
+    "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, bool deterministic, str? backend"
+)
 _LIB = torch.library.Library("flashtile", "DEF")
 _LIB.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor out, Tensor lse)")
 _LIB.define(
@@ -108,7 +110,5 @@ _LIB.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _LIB.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("flashtile::attention_forward", _forward_fake, lib=_LIB)
 torch.library.register_fake("flashtile::attention_backward", _backward_fake, lib=_LIB)
-torch.library.register_autograd(
-    "flashtile::attention_forward", _gradients, setup_context=_save_for_backward, lib=_LIB
-)
+torch.library.register_autograd("flashtile::attention_forward", _gradients, setup_context=_save_for_backward, lib=_LIB)
 torch.library.register_autograd("flashtile::attention_backward", _no_double_backward, lib=_LIB)

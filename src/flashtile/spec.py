@@ -56,9 +56,9 @@ class AttentionSpec:
     ) -> AttentionSpec:
         """The spec of tensors and settings that `checked` has already accepted."""
         batch, seqlen_q, heads_q, head_dim = q.shape
-        _, seqlen_k, heads_k, head_dim_v = v.shape
+        _, seqlen_k, heads_k, _ = k.shape
         return AttentionSpec(
-            batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, q.dtype,
+            batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, v.shape[3], q.dtype,
             softmax_scale, window_left, window_right, softcap, deterministic,
         )  # fmt: skip
 
@@ -141,7 +141,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}; want a torch.Tensor")
         if tensor.dim() != 4:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)")
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)"
+            )
         if tensor.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"{name}: got {tensor.dtype}; want float16, bfloat16, float32 or float64")
         if tensor.dtype != q.dtype:

@@ -223,7 +223,9 @@ def _compare(result: Result, truth: Result, baseline: Result, dtype: torch.dtype
             continue
         judged_in = torch.float32 if name == "lse" and dtype != torch.float64 else dtype
         scale = torch.finfo(judged_in).eps / torch.finfo(_baseline_dtype(judged_in)).eps
-        found.append(Error(name, _largest_error(ours, exact), budget(_largest_error(low, exact) * scale, exact, judged_in)))
+        found.append(
+            Error(name, _largest_error(ours, exact), budget(_largest_error(low, exact) * scale, exact, judged_in))
+        )
     return found
 
 

@@ -53,7 +53,14 @@ def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def backward(
-    spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    spec: AttentionSpec,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv by section 2.2's chain rule; dout or dlse may be None, which means zero."""
     exact = spec.lse_dtype

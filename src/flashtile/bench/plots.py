@@ -20,7 +20,7 @@ _DIRECTION = {"fwd": "forward", "bwd": "backward"}
 
 
 def save_bars(report: Report, path: Path, title: str) -> None:
-    """One row of panels per direction, one panel per (dtype, head dim, mask), one group of bars per length.
+    """One column of panels per direction, one row per (dtype, head dim, mask), one group of bars per length.
 
     The number over a bar is its height; a provider without a number leaves a gap. Written atomically.
     """
@@ -30,12 +30,12 @@ def save_bars(report: Report, path: Path, title: str) -> None:
     modes: list[Mode] = list(dict.fromkeys(row.mode for row in rows))
     unit, scale = rate_unit(report)
     longest = max((len(_groups(_of_panel(rows, mode, panel))) for mode in modes for panel in panels), default=1)
-    width = max(5.0, 0.42 * longest * (len(providers) + 1) + 1)
-    figure = Figure(figsize=(width * max(1, len(panels)), 3.6 * max(1, len(modes)) + 0.9), layout="constrained")
+    width = max(5.0, 0.26 * longest * (len(providers) + 1) + 1)
+    figure = Figure(figsize=(width * max(1, len(modes)), 3.2 * max(1, len(panels)) + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(max(1, len(modes)), max(1, len(panels)), squeeze=False)
-    for i, mode in enumerate(modes):
-        for j, panel in enumerate(panels):
+    axes = figure.subplots(max(1, len(panels)), max(1, len(modes)), squeeze=False)
+    for i, panel in enumerate(panels):
+        for j, mode in enumerate(modes):
             dtype, head_dim, causal = panel
             mask = "causal" if causal else "no causal mask"
             axes[i, j].set_title(f"{_DIRECTION[mode]}, head dim {head_dim}, {mask}, {dtype}", fontsize=10)
@@ -45,7 +45,7 @@ def save_bars(report: Report, path: Path, title: str) -> None:
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12)
-    atomically(path, lambda temporary: figure.savefig(temporary, dpi=130))
+    atomically(path, lambda temporary: figure.savefig(temporary, dpi=110))
 
 
 def _of_panel(rows: Sequence[Row], mode: Mode, panel: tuple[str, int, bool]) -> list[Row]:
@@ -76,7 +76,7 @@ def _draw_panel(axes: Axes, rows: Sequence[Row], providers: Sequence[str], scale
         at = [groups.index(group) + (index - (len(providers) - 1) / 2) * width for group in heights]
         label = PROVIDERS[provider].title if provider in PROVIDERS else provider
         bars = axes.bar(at, list(heights.values()), width * 0.95, label=label, color=_COLORS[index % len(_COLORS)])
-        axes.bar_label(bars, fmt="%.0f", fontsize=6.5, padding=1)
+        axes.bar_label(bars, fmt="%.0f", fontsize=6, padding=1)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_xlabel("sequence length")
     axes.spines[["top", "right"]].set_visible(False)

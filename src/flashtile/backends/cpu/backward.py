@@ -1,2 +1,3 @@
 """Algorithm 2, to be written."""
+
 from ..reference import backward  # noqa

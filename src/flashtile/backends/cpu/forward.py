@@ -1,2 +1,3 @@
 """Algorithm 1, to be written."""
+
 from ..reference import forward  # noqa

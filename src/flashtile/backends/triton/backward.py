@@ -3,11 +3,11 @@
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse, shift and delta (B, Hq, Sq) float32.
 
 Two kernels. dQ: one program per block of Q and head; on its way it leaves two numbers per row for the other,
-delta = rowsum(dO o O) - dlse (Algorithm 2's D, and the gradient of lse) and shift (lse as exp_of_scores wants it). Then dK and
-dV: one program per block of K/V and key head, which adds up over the query heads of its group. S and P are
-computed in both, seven products instead of Algorithm 2's five: on an H200 that takes two thirds of the time of
-five products with dQ summed by float32 atomics (benchmarks/results/backward-atomics-h200.json), needs no
-float32 dQ, and gives bitwise the same gradients in every run.
+delta = rowsum(dO o O) - dlse (Algorithm 2's D, and the gradient of lse) and shift (lse as exp_of_scores wants
+it). Then dK and dV: one program per block of K/V and key head, which adds up over the query heads of its group.
+S and P are computed in both, seven products instead of Algorithm 2's five: on an H200 five products with dQ
+summed by float32 atomics take longer (benchmarks/results/backward-atomics-h200.json). Nor is a float32 dQ
+needed, and gradients are bitwise the same in every run.
 """
 
 import torch
@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import AttentionSpec
-from .config import Tiles
 from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
 from .tile import LOG2E, exp_of_scores, load_row, load_tile, part_of, place, store_tile, tanh, visible, visible_blocks
 
@@ -78,7 +77,9 @@ def dq_kernel(
             p = exp_of_scores(s, shift[:, None], unit, EXACT)  # line 10
             if part != 2:
                 cols = col + tl.arange(0, TILE_N)
-                seen = visible(rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                seen = visible(
+                    rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                )
                 p = tl.where(seen, p, 0.0)
             dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # line 12
             ds = p * (dp - delta[:, None])  # line 13
@@ -142,7 +143,9 @@ def dkdv_kernel(
             p = exp_of_scores(s, shift[None, :], unit, EXACT)  # line 10
             if part != 2 and (HAS_LEFT or HAS_RIGHT):
                 rows = row + tl.arange(0, TILE_M)
-                seen = visible(rows[None, :], cols[:, None], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                seen = visible(
+                    rows[None, :], cols[:, None], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                )
                 p = tl.where(seen, p, 0.0)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # line 11
             dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # line 12
@@ -177,8 +180,11 @@ def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, shift, delta, dq) -> 
     return Launch(
         grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
         scalars=(
-            *(n for x in (q, k, v, dout, dq) for n in strides(x)), *((0, 0, 0) if dlse is None else dlse.stride()),
-            spec.heads_q, spec.group, *_problem(spec),
+            *(n for x in (q, k, v, dout, dq) for n in strides(x)),
+            *((0, 0, 0) if dlse is None else dlse.stride()),
+            spec.heads_q,
+            spec.group,
+            *_problem(spec),
         ),
         constants=constants(spec, tiles),
     )
@@ -189,7 +195,14 @@ DKDV = Kernel("dkdv", dkdv_kernel, _launch_dkdv)
 
 
 def backward(
-    spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    spec: AttentionSpec,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k and v, by Algorithm 2; bitwise the same in every run."""
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -177,7 +177,7 @@ def table_of(arch: str) -> str:
 
 @functools.cache
 def arch_of(device: torch.device) -> str | None:
-    """"sm_90", "gfx942" ... of a GPU, "interpreter", or None where torch sees no GPU."""
+    """ "sm_90", "gfx942" ... of a GPU, "interpreter", or None where torch sees no GPU."""
     if env.triton_interpret():
         return "interpreter"
     if not torch.cuda.is_available():
@@ -203,9 +203,7 @@ def tuned() -> dict[str, dict[str, Tiles]]:
                 stacklevel=2,
             )
             return {}
-        return {
-            arch: {key: Tiles(*values) for key, values in rows.items()} for arch, rows in document["tiles"].items()
-        }
+        return {arch: {key: Tiles(*values) for key, values in rows.items()} for arch, rows in document["tiles"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(f"{path} is damaged ({error}): ignored; run `flashtile tune` again", stacklevel=2)
         return {}

@@ -59,7 +59,9 @@ def forward_kernel(
                 s = tanh(s * cap_in)
             if part != 2:
                 cols = col + tl.arange(0, TILE_N)
-                seen = visible(rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                seen = visible(
+                    rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                )
                 s = tl.where(seen, s, float("-inf"))
             p, alpha, m, l = softmax_step(s, unit, m, l, EXACT)  # line 9
             v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
@@ -67,7 +69,8 @@ def forward_kernel(
 
     empty = l == 0  # rows that see no key
     out = acc / tl.where(empty, 1.0, l)[:, None]  # line 12
-    lse = tl.where(empty, float("-inf"), (m * unit + tl.log2(l)) * LN2)  # line 13
+    lse = m + tl.log2(l) * LN2 if EXACT else (m * unit + tl.log2(l)) * LN2  # line 13
+    lse = tl.where(empty, float("-inf"), lse)
     store_tile(out_ptr, stride_os, row, seqlen_q, out, DV, TILE_M, TILE_DV)  # line 14
     tl.store(lse_ptr + rows, lse, mask=rows < seqlen_q)  # line 15
 
@@ -91,7 +94,10 @@ FORWARD = Kernel("forward", forward_kernel, _launch)
 def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32, by Algorithm 1."""
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32, device=q.device)
+    if spec.head_dim == spec.head_dim_v and q.is_contiguous():
+        out = torch.empty_like(q)  # the same as below, a microsecond sooner
+    else:
+        out = q.new_empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v))
+    lse = q.new_empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32)
     FORWARD(spec, (q, k, v), (out, lse))
     return out, lse

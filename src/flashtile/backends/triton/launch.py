@@ -62,9 +62,11 @@ class Kernel:
         known = self._compiled.get(key)
         if known is not None:
             run, arguments = known
-            run(*inputs, *outputs, *arguments)
+            run(*inputs, *outputs, *arguments, stream=_current_stream(device.index))
             return
-        tiles = choose(self.role, spec, arch_of(device))
+        arch = arch_of(device)
+        assert arch is not None, "a tensor on a GPU, and no GPU"
+        tiles = choose(self.role, spec, arch)
         launch = self.describe(spec, tiles, *inputs, *outputs)
         if launch.grid == 0:
             return
@@ -73,6 +75,10 @@ class Kernel:
             if len(self._compiled) >= MAX_REMEMBERED:
                 self._compiled.clear()
             self._compiled[key] = compiled[(launch.grid, 1, 1)], launch.arguments
+
+
+def _current_stream(device_index: int) -> int:
+    return triton.runtime.driver.active.get_current_stream(device_index)
 
 
 def dense_rows(x: Tensor) -> Tensor:

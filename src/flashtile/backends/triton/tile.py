@@ -101,8 +101,7 @@ def inside(first_row, n_rows, D: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.co
     rows = (first_row + tl.arange(0, ROWS) < n_rows)[:, None]
     if D < TILE_D:
         return rows & (tl.arange(0, TILE_D) < D)[None, :]
-    else:
-        return rows
+    return rows
 
 
 @triton.jit
@@ -144,8 +143,7 @@ def exp_of_scores(s, shift, unit, EXACT: tl.constexpr):
     """
     if EXACT:
         return tl.exp2((s - shift) * unit)
-    else:
-        return tl.exp2(s * unit - shift)
+    return tl.exp2(s * unit - shift)
 
 
 @triton.jit
