@@ -141,16 +141,12 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple) -> tuple[Tenso
     except TypeError:  # a list as window_size
         return ops.attention(*_checked(q, k, v, *settings))
     if known is None:
-        q, k, v, scale, window_left, window_right, softcap, deterministic, backend = _checked(q, k, v, *settings)
-        checked = spec.AttentionSpec.of(
-            q, k, v, softmax_scale=scale, window_left=window_left, window_right=window_right,
-            softcap=softcap, deterministic=deterministic,
-        )  # fmt: skip
+        *arguments, backend = _checked(q, k, v, *settings)
+        checked = spec.AttentionSpec.of(*arguments)
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
-        known = _KNOWN[key] = dispatch.choose(checked, q.device, backend).forward, checked
-    forward, checked = known
-    return forward(checked, q, k, v)
+        known = _KNOWN[key] = checked, dispatch.choose(checked, q.device, backend)
+    return ops.plain_attention(q, k, v, *known)
 
 
 def _checked(

@@ -47,7 +47,6 @@ class AttentionSpec:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
         softmax_scale: float,
         window_left: int = -1,
         window_right: int = -1,
@@ -68,6 +67,11 @@ class AttentionSpec:
     @functools.cached_property
     def _hash(self) -> int:  # kept: a spec is a key of every launch
         return hash(tuple(value for name, value in vars(self).items() if name != "_hash"))
+
+    @property
+    def settings(self) -> tuple[float, int, int, float, bool]:
+        """What `of` takes beside the tensors: (softmax_scale, window_left, window_right, softcap, deterministic)."""
+        return self.softmax_scale, self.window_left, self.window_right, self.softcap, self.deterministic
 
     @property
     def group(self) -> int:

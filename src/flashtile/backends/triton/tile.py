@@ -97,11 +97,11 @@ def tile_pointers(ptr, stride, first_row, ROWS: tl.constexpr, TILE_D: tl.constex
 
 @triton.jit
 def inside(first_row, n_rows, D: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr):
-    """(ROWS, TILE_D): which elements of a tile lie inside an (n_rows, D) matrix."""
-    rows = (first_row + tl.arange(0, ROWS) < n_rows)[:, None]
+    """(ROWS, TILE_D), or (ROWS, 1) where D fills the tile: which elements lie inside an (n_rows, D) matrix."""
+    mask = (first_row + tl.arange(0, ROWS) < n_rows)[:, None]
     if D < TILE_D:
-        return rows & (tl.arange(0, TILE_D) < D)[None, :]
-    return rows
+        mask &= (tl.arange(0, TILE_D) < D)[None, :]
+    return mask
 
 
 @triton.jit
