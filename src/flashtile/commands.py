@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import random
+import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,14 +21,15 @@ from .bench.explain import explain as explain_spec
 from .bench.explain import lines as explanation_lines
 from .bench.plots import save_bars
 from .bench.providers import PROVIDERS, default_names
-from .bench.report import Report, compare_reports, describe_machine
+from .bench.report import Report, atomically, compare_reports, describe_machine
 from .bench.runner import Effort, run, steps
 from .bench.tables import print_explanation, print_ratios, print_report, print_verdicts
-from .bench.timing import copy_bytes, gemm_flops
+from .bench.timing import copy_bytes, gemm_flops, host_us
 from .bench.verify import verify as verdicts_on
 from .dispatch import declined
 from .env import tuned_configs
 from .spec import MAX_HEAD_DIM, AttentionSpec, check_tensors, checked_scale, checked_softcap, mask_window
+from .testing import make_inputs
 
 app = typer.Typer(help="Exact FlashAttention for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(help="Time attention: cases x providers.")
@@ -95,6 +100,34 @@ def attention(
     if plot is not None:
         save_bars(report, plot, _chart_title(report))
     _exit_if_ours_is_wrong(report)
+
+
+@bench.command()
+def host(
+    output: Annotated[Path | None, typer.Option(help="JSON")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="interleaved rounds; the result is their median")] = 9,
+) -> None:
+    """Host time of one small forward call on a GPU: B=1, S=128, 8 heads of 64, bfloat16."""
+    device = parse_device("")
+    if device.type != "cuda":
+        raise typer.BadParameter("host time is measured with a GPU, and there is none", param_hint="bench host")
+    _check_writable(output, "--output")
+    case = Case.square(1, 128, 8, 64, False, "bfloat16")
+    q, k, v, *_ = make_inputs(case.spec, device)
+    calls = {
+        name: partial(PROVIDERS[name].build(case, device), q, k, v)
+        for name in ("flashtile-triton", "sdpa", "sdpa-flash", "sdpa-cudnn")
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in random.sample(list(calls), len(calls)):
+            times[name].append(host_us(calls[name], device))
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    for name, microseconds in medians.items():
+        typer.echo(f"{PROVIDERS[name].title}: {microseconds:.1f} us, {microseconds / medians['sdpa']:.2f}x SDPA's")
+    if output is not None:
+        document = {**describe_machine(device), "case": case.label, "host_us": medians}
+        atomically(output, lambda temporary: temporary.write_text(json.dumps(document, indent=1)))
 
 
 @app.command()
