@@ -1,4 +1,4 @@
-"""Which backend runs a spec on a device: the first in `ORDER` that supports it, or the one asked for."""
+"""Which backend runs a spec on a device: the first in `BACKENDS` that supports it, or the one asked for."""
 
 from __future__ import annotations
 

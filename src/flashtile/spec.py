@@ -1,7 +1,6 @@
 """What one attention call is: its shapes, dtype, mask and numerics, checked once.
 
-Every public function builds an `AttentionSpec` from its arguments before anything is launched; this is
-the only place that judges input. Backends receive a spec that is already valid and never check again.
+The public functions put their arguments through these checks before anything is launched. Backends receive a spec that is already valid and never check again.
 
 Legend: B batch, Sq/Sk query/key length, Hq/Hk query/key heads, D query/key head dim, Dv value head dim.
 """
@@ -53,7 +52,7 @@ class AttentionSpec:
         softcap: float = 0.0,
         deterministic: bool = False,
     ) -> AttentionSpec:
-        """The spec of tensors and settings that `checked` has already accepted."""
+        """The spec of tensors and settings that the checks below have accepted."""
         batch, seqlen_q, heads_q, head_dim = q.shape
         _, seqlen_k, heads_k, _ = k.shape
         return AttentionSpec(

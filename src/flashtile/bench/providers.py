@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -97,7 +98,7 @@ def _sdpa(
 def _flex(case: Case, device: torch.device) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._functorch.config.donated_buffer = False  # its backward pass is timed again and again on one graph
+    functorch_config.donated_buffer = False  # its backward pass is timed again and again on one graph
     torch.compiler.reset()  # static shapes: each case compiles afresh, and does not run into the recompile limit
     compiled = torch.compile(flex_attention, dynamic=False)
     offset, block_mask = case.spec.offset, None

@@ -6,8 +6,9 @@ Two kernels. dQ: one program per block of Q and head; on its way it leaves two n
 delta = rowsum(dO o O) - dlse (Algorithm 2's D, and the gradient of lse) and shift (lse as exp_of_scores wants
 it). Then dK and dV: one program per block of K/V and key head, which adds up over the query heads of its group.
 S and P are computed in both, seven products instead of Algorithm 2's five: on an H200 five products with dQ
-summed by float32 atomics take longer (benchmarks/results/backward-atomics-h200.json). Nor is a float32 dQ
-needed, and gradients are bitwise the same in every run.
+summed by float32 atomics take as long at S = 512 and longer from 2k on, before dQ is zeroed and converted
+(benchmarks/results/backward-atomics-h200.json). Nor is a float32 dQ needed, and gradients are bitwise the same
+in every run.
 """
 
 import torch
@@ -71,21 +72,21 @@ def dq_kernel(
             col = n_block * TILE_N
             k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 2)
             v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 9: (TILE_M, TILE_N)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 10: (TILE_M, TILE_N)
             if SOFTCAP:
                 s = tanh(s * cap_in)
-            p = exp_of_scores(s, shift[:, None], unit, EXACT)  # line 10
+            p = exp_of_scores(s, shift[:, None], unit, EXACT)  # line 11
             if part != 2:
                 cols = col + tl.arange(0, TILE_N)
                 seen = visible(
                     rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
                 )
                 p = tl.where(seen, p, 0.0)
-            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # line 12
-            ds = p * (dp - delta[:, None])  # line 13
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # line 13
+            ds = p * (dp - delta[:, None])  # line 14
             if SOFTCAP:
                 ds *= 1 - s * s
-            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # line 14
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # line 15
     dq_ptr += batch * stride_dqb + head * stride_dqh
     store_tile(dq_ptr, stride_dqs, row, seqlen_q, dq * softmax_scale, D, TILE_M, TILE_D)
 
@@ -100,7 +101,7 @@ def dkdv_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, lines 4-17, for one block of keys: grid (blocks of K * Hk * B,)."""
+    """Algorithm 2, lines 5-19, for one block of keys: grid (blocks of K * Hk * B,)."""
     n_block, head_k, batch = place(tl.cdiv(seqlen_k, TILE_N), heads_k)  # causal: the keys most rows see come first
     k_ptr += batch * stride_kb + head_k * stride_kh
     v_ptr += batch * stride_vb + head_k * stride_vh
@@ -111,9 +112,9 @@ def dkdv_kernel(
 
     col = n_block * TILE_N
     cols = col + tl.arange(0, TILE_N)
-    k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=True)  # line 5
+    k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=True)  # line 6
     v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=True)
-    dk = tl.zeros([TILE_N, TILE_D], tl.float32)  # line 6
+    dk = tl.zeros([TILE_N, TILE_D], tl.float32)  # line 7
     dv = tl.zeros([TILE_N, TILE_DV], tl.float32)
 
     # the mask seen from the keys: rows and columns exchanged, and with them the window's sides
@@ -122,7 +123,11 @@ def dkdv_kernel(
     )
     for part in tl.static_range(0 if HAS_RIGHT else 1, 3):  # masked blocks on both sides, then the full ones
         begin, stop = part_of(part, first, full_first, full_end, end)
-        for step in range((stop - begin) * GROUP):  # line 7, for one query head of the group after the other
+        # lines 8-17, for one query head of the group after the other; a window's few masked blocks are not worth
+        # the registers that a pipeline takes
+        for step in tl.range(
+            0, (stop - begin) * GROUP, num_stages=1 if part != 2 and (HAS_LEFT or HAS_RIGHT) else None
+        ):
             if GROUP == 1:
                 head = head_k
                 row = (begin + step) * TILE_M
@@ -131,33 +136,33 @@ def dkdv_kernel(
                 row = (begin + step % (stop - begin)) * TILE_M
             q_head = q_ptr + head * stride_qh
             dout_head = dout_ptr + head * stride_oh
-            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 2)  # line 8
+            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 2)  # line 9
             if EXACT:
                 q *= softmax_scale
             dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=part != 2)
             shift = load_row(shift_ptr + head * seqlen_q, row, seqlen_q, TILE_M, part != 2, float("inf"))
             delta = load_row(delta_ptr + head * seqlen_q, row, seqlen_q, TILE_M, part != 2, 0.0)
-            s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 9: (TILE_N, TILE_M)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 10: (TILE_N, TILE_M)
             if SOFTCAP:
                 s = tanh(s * cap_in)
-            p = exp_of_scores(s, shift[None, :], unit, EXACT)  # line 10
+            p = exp_of_scores(s, shift[None, :], unit, EXACT)  # line 11
             if part != 2 and (HAS_LEFT or HAS_RIGHT):
                 rows = row + tl.arange(0, TILE_M)
                 seen = visible(
                     rows[None, :], cols[:, None], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
                 )
                 p = tl.where(seen, p, 0.0)
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # line 11
-            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # line 12
-            ds = p * (dp - delta[None, :])  # line 13
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # line 12
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # line 13
+            ds = p * (dp - delta[None, :])  # line 14
             if SOFTCAP:
                 ds *= 1 - s * s
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # line 15
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # line 16
     dk_ptr += batch * stride_dkb + head_k * stride_dkh
     dv_ptr += batch * stride_dvb + head_k * stride_dvh
     if not EXACT:  # else q was scaled
         dk *= softmax_scale
-    store_tile(dk_ptr, stride_dks, col, seqlen_k, dk, D, TILE_N, TILE_D)  # line 17
+    store_tile(dk_ptr, stride_dks, col, seqlen_k, dk, D, TILE_N, TILE_D)  # line 18
     store_tile(dv_ptr, stride_dvs, col, seqlen_k, dv, DV, TILE_N, TILE_DV)
 
 
