@@ -1,6 +1,7 @@
 """What one attention call is: its shapes, dtype, mask and numerics, checked once.
 
-The public functions put their arguments through these checks before anything is launched. Backends receive a spec that is already valid and never check again.
+The public functions put their arguments through these checks before anything is launched. Backends receive a
+spec that is already valid and never check again.
 
 Legend: B batch, Sq/Sk query/key length, Hq/Hk query/key heads, D query/key head dim, Dv value head dim.
 """
