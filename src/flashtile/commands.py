@@ -114,10 +114,10 @@ def host(
     _check_writable(output, "--output")
     case = Case.square(1, 128, 8, 64, False, "bfloat16")
     q, k, v, *_ = make_inputs(case.spec, device)
-    heads_first = tuple(x.transpose(1, 2) for x in (q, k, v))
+    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
     calls: dict[str, Callable[[], object]] = {
         "flashtile": lambda: flash_attn_func(q, k, v),
-        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first),
+        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q_, k_, v_),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

@@ -1,6 +1,7 @@
 """Standard attention (FlashAttention section 2.2, "Algorithm 0"): S, P and O all materialised.
 
-The specification of every feature in plain PyTorch, and what runs where no other backend does. Computes in float32 at least, float64 for float64 inputs.
+The specification of every feature in plain PyTorch, and what runs where no other backend does.
+Computes in float32 at least, float64 for float64 inputs.
 
 Legend: B batch, Sq/Sk lengths, Hq/Hk heads (G = Hq / Hk query heads share one key head), D/Dv head dims.
 """
