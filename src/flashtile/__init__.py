@@ -1,7 +1,6 @@
 """flashtile: exact FlashAttention for PyTorch, written in Python."""
 
 from .interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = ["__version__", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]

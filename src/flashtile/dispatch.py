@@ -1,4 +1,4 @@
-"""Which backend runs a spec on a device: the first in `ORDER` that supports it, or the one asked for."""
+"""Which backend runs a spec on a device: the first in `BACKENDS` that supports it, or the one asked for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None
 def check_backend(backend: str | None) -> None:
     """ValueError unless `backend` is None or the name of a backend."""
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}; want one of {', '.join(map(repr, BACKENDS))}, or None to pick by device")
+        raise ValueError(
+            f"backend: got {backend!r}; want one of {', '.join(map(repr, BACKENDS))}, or None to pick by device"
+        )
 
 
 def declined(spec: AttentionSpec, device: torch.device) -> dict[str, str | None]:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, spec
-from .dispatch import check_backend
+from . import dispatch, ops, spec
 
 
 def flash_attn_func(
@@ -60,18 +59,11 @@ def flash_attn_func(
         TypeError, ValueError: an argument is wrong; the message names it, what came and what is wanted.
         NotImplementedError: dropout_p or alibi_slopes is used.
     """
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p: got {dropout_p}; dropout is not implemented, want 0.0")
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes: ALiBi is not implemented, want None")
-    check_backend(backend)
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    spec.check_tensors(q, k, v)
-    window_left, window_right = spec.mask_window(causal, window_size)
-    out, lse = ops.attention(
-        q, k, v, spec.checked_scale(softmax_scale, q.shape[3]), window_left, window_right,
-        spec.checked_softcap(softcap), deterministic, backend,
-    )  # fmt: skip
+    settings = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
+    if ops.needs_op(q, k, v):
+        out, lse = ops.attention(*_checked(q, k, v, *settings))
+    else:
+        out, lse = _plain_call(q, k, v, settings)
     if return_attn_probs:
         return out, lse, q.new_empty(0)
     return (out, lse) if return_lse else out
@@ -137,9 +129,55 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+_KNOWN: dict[tuple, tuple] = {}
+_MOST_KNOWN = 4096
+
+
+def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple) -> tuple[Tensor, Tensor]:
+    """(out, lse) without the op; a problem that was checked before goes straight to its backend."""
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, settings)
+    try:
+        known = _KNOWN.get(key)
+    except TypeError:  # a list as window_size
+        return ops.attention(*_checked(q, k, v, *settings))
+    if known is None:
+        *arguments, backend = _checked(q, k, v, *settings)
+        checked = spec.AttentionSpec.of(*arguments)
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[key] = checked, dispatch.choose(checked, q.device, backend)
+    return ops.plain_attention(q, k, v, *known)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    backend: str | None,
+) -> tuple:
+    """The op's arguments, or the error that names what is wrong."""
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p: got {dropout_p}; dropout is not implemented, want 0.0")
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes: ALiBi is not implemented, want None")
+    dispatch.check_backend(backend)
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    spec.check_tensors(q, k, v)
+    spec.check_flag("deterministic", deterministic)
+    window_left, window_right = spec.mask_window(causal, window_size)
+    scale = spec.checked_scale(softmax_scale, q.shape[3])
+    return q, k, v, scale, window_left, window_right, spec.checked_softcap(softcap), deterministic, backend
+
+
 def _autocast(x: Tensor) -> Tensor:
     """x in autocast's dtype where autocast is on for its device, as for torch's own attention; float64 stays."""
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
-        if x.is_floating_point() and x.dtype != torch.float64:
-            return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.is_meta:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x

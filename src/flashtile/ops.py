@@ -10,17 +10,68 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import dispatch
 from .spec import AttentionSpec
 
-_SETTINGS = "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, bool deterministic, str? backend"
+_SETTINGS = (
+    "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, bool deterministic, str? backend"
+)
 _LIB = torch.library.Library("flashtile", "DEF")
 _LIB.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor out, Tensor lse)")
 _LIB.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
+
+
+def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call must go through the op, because something traces, transforms, watches or casts what is called.
+
+    A plain eager call gains nothing from the op, and takes a third of its host time without.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or not (type(q) is type(k) is type(v) is Tensor)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or q.is_meta
+        or torch.is_autocast_enabled(q.device.type)
+    )
+
+
+class _PlainAttention(torch.autograd.Function):
+    """The op's autograd rule for plain eager calls."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: dispatch.Backend):
+        out, lse = backend.forward(spec, q, k, v)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.spec, ctx.backend = spec, backend
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
+        grads: tuple = (None, None, None)
+        if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
+            name = next(name for name, backend in dispatch.BACKENDS.items() if backend is ctx.backend)
+            grads = _backward_op(dout, dlse, *ctx.saved_tensors, *ctx.spec.settings, name)
+        elif dout is not None or dlse is not None:
+            grads = ctx.backend.backward(ctx.spec, dout, dlse, *ctx.saved_tensors)
+        return (*grads, None, None)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: dispatch.Backend
+) -> tuple[Tensor, Tensor]:
+    """`attention` where nothing `needs_op`: (out, lse) from the backend, differentiable."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _PlainAttention.apply(q, k, v, spec, backend)
+    return backend.forward(spec, q, k, v)
 
 
 def attention(
@@ -40,22 +91,15 @@ def attention(
     )
 
 
-def _spec(q, k, v, softmax_scale, window_left, window_right, softcap, deterministic) -> AttentionSpec:
-    return AttentionSpec.of(
-        q, k, v, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
-        softcap=softcap, deterministic=deterministic,
-    )  # fmt: skip
-
-
 def _forward(q, k, v, *settings):
     *numerics, backend = settings
-    spec = _spec(q, k, v, *numerics)
+    spec = AttentionSpec.of(q, k, v, *numerics)
     return dispatch.choose(spec, q.device, backend).forward(spec, q, k, v)
 
 
 def _backward(dout, dlse, q, k, v, out, lse, *settings):
     *numerics, backend = settings
-    spec = _spec(q, k, v, *numerics)
+    spec = AttentionSpec.of(q, k, v, *numerics)
     return dispatch.choose(spec, q.device, backend).backward(spec, dout, dlse, q, k, v, out, lse)
 
 
@@ -76,10 +120,14 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    grads: tuple = (None, None, None)
-    if dout is not None or dlse is not None:
-        grads = torch.ops.flashtile.attention_backward.default(dout, dlse, *ctx.saved_tensors, *ctx.settings)
+    grads = _backward_op(dout, dlse, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *(None for _ in ctx.settings))
+
+
+def _backward_op(dout: Tensor | None, dlse: Tensor | None, *saved_and_settings: Any) -> tuple:
+    if dout is None and dlse is None:
+        return None, None, None
+    return torch.ops.flashtile.attention_backward.default(dout, dlse, *saved_and_settings)
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -90,7 +138,5 @@ _LIB.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _LIB.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("flashtile::attention_forward", _forward_fake, lib=_LIB)
 torch.library.register_fake("flashtile::attention_backward", _backward_fake, lib=_LIB)
-torch.library.register_autograd(
-    "flashtile::attention_forward", _gradients, setup_context=_save_for_backward, lib=_LIB
-)
+torch.library.register_autograd("flashtile::attention_forward", _gradients, setup_context=_save_for_backward, lib=_LIB)
 torch.library.register_autograd("flashtile::attention_backward", _no_double_backward, lib=_LIB)

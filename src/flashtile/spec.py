@@ -1,13 +1,14 @@
 """What one attention call is: its shapes, dtype, mask and numerics, checked once.
 
-Every public function builds an `AttentionSpec` from its arguments before anything is launched; this is
-the only place that judges input. Backends receive a spec that is already valid and never check again.
+The public functions put their arguments through these checks before anything is launched. Backends receive a
+spec that is already valid and never check again.
 
 Legend: B batch, Sq/Sk query/key length, Hq/Hk query/key heads, D query/key head dim, Dv value head dim.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -46,20 +47,31 @@ class AttentionSpec:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
         softmax_scale: float,
         window_left: int = -1,
         window_right: int = -1,
         softcap: float = 0.0,
         deterministic: bool = False,
     ) -> AttentionSpec:
-        """The spec of tensors and settings that `checked` has already accepted."""
+        """The spec of tensors and settings that the checks below have accepted."""
         batch, seqlen_q, heads_q, head_dim = q.shape
-        _, seqlen_k, heads_k, head_dim_v = v.shape
+        _, seqlen_k, heads_k, _ = k.shape
         return AttentionSpec(
-            batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, q.dtype,
+            batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, v.shape[3], q.dtype,
             softmax_scale, window_left, window_right, softcap, deterministic,
         )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # kept: a spec is a key of every launch
+        return hash(tuple(value for name, value in vars(self).items() if name != "_hash"))
+
+    @property
+    def settings(self) -> tuple[float, int, int, float, bool]:
+        """What `of` takes beside the tensors: (softmax_scale, window_left, window_right, softcap, deterministic)."""
+        return self.softmax_scale, self.window_left, self.window_right, self.softcap, self.deterministic
 
     @property
     def group(self) -> int:
@@ -88,8 +100,7 @@ class AttentionSpec:
 
 def mask_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     """(window_left, window_right) of the `causal` and `window_size` arguments; -1 is an open side."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: got {causal!r}; want a bool")
+    check_flag("causal", causal)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size: got {window_size!r}; want a pair (left, right)")
     for side in window_size:
@@ -103,6 +114,7 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The softmax scale: `softmax_scale`, or 1/sqrt(D) where it is None. Any finite number."""
     if softmax_scale is None:
         return head_dim**-0.5
+    _check_number("softmax_scale", softmax_scale)
     if not -math.inf < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: got {softmax_scale}; want a finite number or None for 1/sqrt(D)")
     return softmax_scale
@@ -110,9 +122,21 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 def checked_softcap(softcap: float) -> float:
     """The soft cap on the scores; 0.0 switches it off."""
+    _check_number("softcap", softcap)
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap: got {softcap}; want a finite number >= 0 (0.0 switches it off)")
     return softcap
+
+
+def check_flag(name: str, value: bool) -> None:
+    """TypeError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}; want a bool")
+
+
+def _check_number(name: str, value: float) -> None:
+    if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}: got {type(value).__name__}; want a number")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -121,7 +145,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}; want a torch.Tensor")
         if tensor.dim() != 4:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)")
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)"
+            )
         if tensor.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"{name}: got {tensor.dtype}; want float16, bfloat16, float32 or float64")
         if tensor.dtype != q.dtype:

@@ -1,7 +1,7 @@
 """Standard attention (FlashAttention section 2.2, "Algorithm 0"): S, P and O all materialised.
 
-The specification of every feature in plain PyTorch, and the oracle of every test: what another backend
-returns is right when it equals this in float64. Computes in float32 at least, float64 for float64 inputs.
+The specification of every feature in plain PyTorch, and what runs where no other backend does.
+Computes in float32 at least, float64 for float64 inputs.
 
 Legend: B batch, Sq/Sk lengths, Hq/Hk heads (G = Hq / Hk query heads share one key head), D/Dv head dims.
 """
@@ -53,7 +53,14 @@ def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def backward(
-    spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    spec: AttentionSpec,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv by section 2.2's chain rule; dout or dlse may be None, which means zero."""
     exact = spec.lse_dtype

@@ -86,9 +86,8 @@ class _QueryBlocks:
                     step(tile, rows.part(tile.rows), k_j[tile.cols], v_j[tile.cols])
         rows.o.div_(rows.ell)  # line 12
         rows.o[: max(0, without_keys(spec) - queries.start) * spec.group] = 0
-        l_i = (rows.ell.double().log2() - rows.minus_m).div_(
-            self.log2_e
-        )  # line 13, in float64: one rounding at the end
+        # line 13, in float64: one rounding at the end
+        l_i = (rows.ell.double().log2() - rows.minus_m).div_(self.log2_e)
         out.copy_(rows.o.view(out.shape))  # line 14
         lse.copy_(l_i.view(lse.shape))  # line 15
 

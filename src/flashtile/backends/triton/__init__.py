@@ -1,6 +1,6 @@
 """FlashAttention-2 in Triton, for every GPU Triton reaches (and, interpreted, for CPU tensors).
 
-This module imports without triton; the kernels are loaded by the first call that runs one.
+Where triton is not installed this module imports all the same, and declines every call.
 """
 
 from __future__ import annotations
@@ -8,14 +8,21 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from torch import Tensor
 
 from ... import env
+from ...plan import Plan
 from ...spec import AttentionSpec
+from .config import arch_of, choose, table_of
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _INTERPRETED = env.triton_interpret()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+if _INSTALLED:
+    from .backward import backward
+    from .forward import forward
+
+__all__ = ["backward", "forward", "plan", "supports"]
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:
@@ -26,22 +33,20 @@ def supports(spec: AttentionSpec, device: torch.device) -> str | None:
         return "it takes GPU tensors; TRITON_INTERPRET=1, set before triton is imported, runs it on CPU tensors"
     if device.type not in ("cpu", "cuda"):
         return f"it takes CUDA and ROCm tensors, these are on {device.type}"
+    arch = arch_of(device)
+    if arch is not None and arch.startswith("sm_") and int(arch[3:]) < 80:
+        return f"it needs compute capability 8.0 or newer, this is {arch}"
+    if _INTERPRETED and spec.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 as integers"
     if spec.dtype not in _DTYPES:
         return f"it computes in float16, bfloat16 and float32, not {spec.dtype}"
     return None
 
 
-def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Algorithm 1; see flashtile.backends.triton.forward."""
-    from .forward import forward
-
-    return forward(spec, q, k, v)
-
-
-def backward(
-    spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2; see flashtile.backends.triton.backward."""
-    from .backward import backward
-
-    return backward(spec, dout, dlse, q, k, v, out, lse)
+def plan(spec: AttentionSpec, device: torch.device) -> Plan:
+    """The forward launch; for a GPU that is not there, what an sm_90 would run."""
+    arch = arch_of(device)
+    tiles = choose("forward", spec, arch or "sm_90")
+    grid = -(-spec.seqlen_q // tiles.tile_m) * spec.heads_q * spec.batch
+    where = table_of(arch) if arch else "sm_90, assumed"
+    return Plan(f"{tiles} ({where})", grid, tiles.tile_m, tiles.tile_n)

@@ -1,0 +1,37 @@
+# Two commands do everything: `make demo` and `make test`. Both make .venv and install what they need.
+# On a machine that has a CUDA or ROCm torch already: make demo PYTHON=python3 VENV=
+
+PYTHON ?= python3
+VENV ?= .venv
+
+ifeq ($(VENV),)
+RUN := PYTHONPATH=src $(PYTHON)
+READY :=
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/ready
+endif
+
+WORKERS ?= 2
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(RUN) -m flashtile demo
+
+test: $(READY)
+	$(RUN) -m pytest -n $(WORKERS) -q -m "not interpreter"
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(WORKERS) -q -m interpreter
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out build

@@ -1,0 +1,5 @@
+"""`python -m flashtile`: the `flashtile` command."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,223 @@
+"""FlashAttention-2 backward pass (Algorithm 2) in Triton.
+
+Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse, shift and delta (B, Hq, Sq) float32.
+
+Two kernels. dQ: one program per block of Q and head; on its way it leaves two numbers per row for the other,
+delta = rowsum(dO o O) - dlse (Algorithm 2's D, and the gradient of lse) and shift (lse as exp_of_scores wants
+it). Then dK and dV: one program per block of K/V and key head, which adds up over the query heads of its group.
+S and P are computed in both, seven products instead of Algorithm 2's five: on an H200 five products with dQ
+summed by float32 atomics take as long at S = 512 and longer from 2k on, before dQ is zeroed and converted
+(benchmarks/results/backward-atomics-h200.json). Nor is a float32 dQ needed, and gradients are bitwise the same
+in every run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...spec import AttentionSpec
+from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
+from .tile import LOG2E, exp_of_scores, load_row, load_tile, part_of, place, store_tile, tanh, visible, visible_blocks
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
+    stride_lb, stride_lh, stride_ls,
+    heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, line 4 and dQ for one block of rows: grid (blocks of Q * Hq * B,)."""
+    n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
+    m_block, head, batch = place(n_m_blocks, heads_q)
+    if HAS_RIGHT:
+        m_block = n_m_blocks - 1 - m_block  # causal: the rows that see most first
+    q_ptr += batch * stride_qb + head * stride_qh
+    k_ptr += batch * stride_kb + head // group * stride_kh
+    v_ptr += batch * stride_vb + head // group * stride_vh
+    dout_ptr += batch * stride_ob + head * stride_oh
+    stride_outs = heads_q.to(tl.int64) * DV
+    out_ptr += batch * seqlen_q * stride_outs + head * DV
+
+    row = m_block * TILE_M
+    q = load_tile(q_ptr, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)
+    if EXACT:
+        q *= softmax_scale
+    dout = load_tile(dout_ptr, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+    out = load_tile(out_ptr, stride_outs, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # line 4
+    rows = row + tl.arange(0, TILE_M)
+    if dlse_ptr is not None:
+        dlse_ptr += batch * stride_lb + head * stride_lh
+        delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_ls, mask=rows < seqlen_q, other=0.0)
+    at = (batch * heads_q + head) * seqlen_q + rows
+    lse = tl.load(lse_ptr + at, mask=rows < seqlen_q, other=0.0)
+    # +inf where a row sees no key: its P = exp(scores - inf) is then 0 by itself
+    shift = tl.where(lse == float("-inf"), float("inf"), lse if EXACT else lse * LOG2E)
+    tl.store(delta_ptr + at, delta, mask=rows < seqlen_q)
+    tl.store(shift_ptr + at, shift, mask=rows < seqlen_q)
+    dq = tl.zeros([TILE_M, TILE_D], tl.float32)
+
+    first, full_first, full_end, end = visible_blocks(
+        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
+    )
+    for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # masked blocks on both sides, then the full ones
+        begin, stop = part_of(part, first, full_first, full_end, end)
+        for n_block in range(begin, stop):
+            col = n_block * TILE_N
+            k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=part != 2)
+            v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # line 10: (TILE_M, TILE_N)
+            if SOFTCAP:
+                s = tanh(s * cap_in)
+            p = exp_of_scores(s, shift[:, None], unit, EXACT)  # line 11
+            if part != 2:
+                cols = col + tl.arange(0, TILE_N)
+                seen = visible(
+                    rows[:, None], cols[None, :], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                )
+                p = tl.where(seen, p, 0.0)
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # line 13
+            ds = p * (dp - delta[:, None])  # line 14
+            if SOFTCAP:
+                ds *= 1 - s * s
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # line 15
+    dq_ptr += batch * stride_dqb + head * stride_dqh
+    store_tile(dq_ptr, stride_dqs, row, seqlen_q, dq * softmax_scale, D, TILE_M, TILE_D)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, lines 5-19, for one block of keys: grid (blocks of K * Hk * B,)."""
+    n_block, head_k, batch = place(tl.cdiv(seqlen_k, TILE_N), heads_k)  # causal: the keys most rows see come first
+    k_ptr += batch * stride_kb + head_k * stride_kh
+    v_ptr += batch * stride_vb + head_k * stride_vh
+    q_ptr += batch * stride_qb
+    dout_ptr += batch * stride_ob
+    shift_ptr += batch * heads_k * GROUP * seqlen_q
+    delta_ptr += batch * heads_k * GROUP * seqlen_q
+
+    col = n_block * TILE_N
+    cols = col + tl.arange(0, TILE_N)
+    k = load_tile(k_ptr, stride_ks, col, seqlen_k, D, TILE_N, TILE_D, EDGE=True)  # line 6
+    v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=True)
+    dk = tl.zeros([TILE_N, TILE_D], tl.float32)  # line 7
+    dv = tl.zeros([TILE_N, TILE_DV], tl.float32)
+
+    # the mask seen from the keys: rows and columns exchanged, and with them the window's sides
+    first, full_first, full_end, end = visible_blocks(
+        n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT
+    )
+    for part in tl.static_range(0 if HAS_RIGHT else 1, 3):  # masked blocks on both sides, then the full ones
+        begin, stop = part_of(part, first, full_first, full_end, end)
+        # lines 8-17, for one query head of the group after the other; a window's few masked blocks are not worth
+        # the registers that a pipeline takes
+        for step in tl.range(
+            0, (stop - begin) * GROUP, num_stages=1 if part != 2 and (HAS_LEFT or HAS_RIGHT) else None
+        ):
+            if GROUP == 1:
+                head = head_k
+                row = (begin + step) * TILE_M
+            else:
+                head = head_k * GROUP + step // (stop - begin)
+                row = (begin + step % (stop - begin)) * TILE_M
+            q_head = q_ptr + head * stride_qh
+            dout_head = dout_ptr + head * stride_oh
+            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 2)  # line 9
+            if EXACT:
+                q *= softmax_scale
+            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=part != 2)
+            shift = load_row(shift_ptr + head * seqlen_q, row, seqlen_q, TILE_M, part != 2, float("inf"))
+            delta = load_row(delta_ptr + head * seqlen_q, row, seqlen_q, TILE_M, part != 2, 0.0)
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 10: (TILE_N, TILE_M)
+            if SOFTCAP:
+                s = tanh(s * cap_in)
+            p = exp_of_scores(s, shift[None, :], unit, EXACT)  # line 11
+            if part != 2 and (HAS_LEFT or HAS_RIGHT):
+                rows = row + tl.arange(0, TILE_M)
+                seen = visible(
+                    rows[None, :], cols[:, None], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                )
+                p = tl.where(seen, p, 0.0)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # line 12
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # line 13
+            ds = p * (dp - delta[None, :])  # line 14
+            if SOFTCAP:
+                ds *= 1 - s * s
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # line 16
+    dk_ptr += batch * stride_dkb + head_k * stride_dkh
+    dv_ptr += batch * stride_dvb + head_k * stride_dvh
+    if not EXACT:  # else q was scaled
+        dk *= softmax_scale
+    store_tile(dk_ptr, stride_dks, col, seqlen_k, dk, D, TILE_N, TILE_D)  # line 18
+    store_tile(dv_ptr, stride_dvs, col, seqlen_k, dv, DV, TILE_N, TILE_DV)
+
+
+def _problem(spec: AttentionSpec) -> tuple[int | float, ...]:
+    unit, cap_in = score_units(spec)
+    return (
+        spec.seqlen_q, spec.seqlen_k, spec.softmax_scale, unit, cap_in, spec.window_left, spec.window_right
+    )  # fmt: skip
+
+
+def _launch_dkdv(spec, tiles, q, k, v, dout, shift, delta, dk, dv) -> Launch:
+    return Launch(
+        grid=triton.cdiv(spec.seqlen_k, tiles.tile_n) * spec.heads_k * spec.batch,
+        scalars=(*(n for x in (q, k, v, dout, dk, dv) for n in strides(x)), spec.heads_k, *_problem(spec)),
+        constants={**constants(spec, tiles), "GROUP": spec.group},
+    )
+
+
+def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, shift, delta, dq) -> Launch:
+    return Launch(
+        grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
+        scalars=(
+            *(n for x in (q, k, v, dout, dq) for n in strides(x)),
+            *((0, 0, 0) if dlse is None else dlse.stride()),
+            spec.heads_q,
+            spec.group,
+            *_problem(spec),
+        ),
+        constants=constants(spec, tiles),
+    )
+
+
+DQ = Kernel("dq", dq_kernel, _launch_dq)
+DKDV = Kernel("dkdv", dkdv_kernel, _launch_dkdv)
+
+
+def backward(
+    spec: AttentionSpec,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, laid out as q, k and v, by Algorithm 2; bitwise the same in every run."""
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in gradients)
+    dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    DQ(spec, (q, k, v, out, dout, lse, dlse), (shift, delta, dq))
+    DKDV(spec, (q, k, v, dout, shift, delta), (dk, dv))
+    for gradient, computed in zip(gradients, (dq, dk, dv), strict=True):
+        if gradient is not computed:  # a layout the kernels do not write
+            gradient.copy_(computed)
+    return gradients

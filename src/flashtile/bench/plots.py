@@ -1,0 +1,83 @@
+"""Bar charts in the style of FlashAttention-2's figures 4 to 6."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .cases import Case
+from .counting import Mode
+from .providers import PROVIDERS
+from .report import Report, Row, atomically
+from .tables import rate_unit
+
+_COLORS = ("#1f5fa8", "#e07b39", "#8a8a8a", "#5fa86a", "#b5508c", "#c9b037", "#6fb7c9", "#7a5fa8")
+_DIRECTION = {"fwd": "forward", "bwd": "backward"}
+
+
+def save_bars(report: Report, path: Path, title: str) -> None:
+    """One column of panels per direction, one row per (dtype, head dim, mask), one group of bars per length.
+
+    The number over a bar is its height; a provider without a number leaves a gap. Written atomically.
+    """
+    rows = [row for row in report.rows if row.ms is not None]
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    panels = sorted({(row.case.dtype, row.case.head_dim, row.case.causal) for row in rows})
+    modes: list[Mode] = list(dict.fromkeys(row.mode for row in rows))
+    unit, scale = rate_unit(report)
+    longest = max((len(_groups(_of_panel(rows, mode, panel))) for mode in modes for panel in panels), default=1)
+    width = max(5.0, 0.26 * longest * (len(providers) + 1) + 1)
+    figure = Figure(figsize=(width * max(1, len(modes)), 3.2 * max(1, len(panels)) + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(max(1, len(panels)), max(1, len(modes)), squeeze=False)
+    for i, panel in enumerate(panels):
+        for j, mode in enumerate(modes):
+            dtype, head_dim, causal = panel
+            mask = "causal" if causal else "no causal mask"
+            axes[i, j].set_title(f"{_DIRECTION[mode]}, head dim {head_dim}, {mask}, {dtype}", fontsize=10)
+            axes[i, j].set_ylabel(f"speed ({unit})")
+            _draw_panel(axes[i, j], _of_panel(rows, mode, panel), providers, scale)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=12)
+    atomically(path, lambda temporary: figure.savefig(temporary, dpi=110))
+
+
+def _of_panel(rows: Sequence[Row], mode: Mode, panel: tuple[str, int, bool]) -> list[Row]:
+    return [r for r in rows if r.mode == mode and (r.case.dtype, r.case.head_dim, r.case.causal) == panel]
+
+
+def _group(case: Case) -> str:
+    """The name of a case's group of bars: its length, and its heads where query heads share a key head."""
+    S = case.seqlen_q
+    length = f"{S // 1024}k" if S >= 1024 and S % 1024 == 0 else str(S)
+    return length if case.heads_q == case.heads_k else f"{length}\nH {case.heads_q}/{case.heads_k}"
+
+
+def _groups(rows: Sequence[Row]) -> list[str]:
+    ordered = sorted({row.case for row in rows}, key=lambda c: (c.heads_q != c.heads_k, c.seqlen_q))
+    return list(dict.fromkeys(map(_group, ordered)))
+
+
+def _draw_panel(axes: Axes, rows: Sequence[Row], providers: Sequence[str], scale: float) -> None:
+    groups = _groups(rows)
+    width = 0.85 / max(1, len(providers))
+    for index, provider in enumerate(providers):
+        heights = {
+            _group(row.case): row.flops_per_second / scale
+            for row in rows
+            if row.provider == provider and row.flops_per_second is not None
+        }
+        at = [groups.index(group) + (index - (len(providers) - 1) / 2) * width for group in heights]
+        label = PROVIDERS[provider].title if provider in PROVIDERS else provider
+        bars = axes.bar(at, list(heights.values()), width * 0.95, label=label, color=_COLORS[index % len(_COLORS)])
+        axes.bar_label(bars, fmt="%.0f", fontsize=6, padding=1)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xlabel("sequence length")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.12)

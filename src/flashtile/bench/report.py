@@ -1,0 +1,226 @@
+"""What a run measured, as data: rows, the machine they come from, JSON, and ratios between rows."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..testing import Error
+from .cases import Case
+from .counting import Mode
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One provider on one case in one direction.
+
+    A row has a speed only when its result was checked and right; otherwise `reason` says what is the matter.
+    """
+
+    case: Case
+    provider: str
+    mode: Mode
+    flops: float
+    rounds_ms: tuple[float, ...] = ()  # median milliseconds per call, one per round
+    ms: float | None = None  # median of the rounds
+    extra_bytes: int | None = None
+    errors: tuple[Error, ...] = ()
+    reason: str | None = None
+
+    @property
+    def wrong(self) -> bool:
+        return not all(error.ok for error in self.errors)
+
+    @property
+    def flops_per_second(self) -> float | None:
+        return None if self.ms is None else self.flops / (self.ms * 1e-3)
+
+    @property
+    def key(self) -> tuple[Case, str, Mode]:
+        return self.case, self.provider, self.mode
+
+    def to_json(self) -> dict[str, Any]:
+        rate = self.flops_per_second
+        return {
+            "case": self.case.to_json(),
+            "provider": self.provider,
+            "mode": self.mode,
+            "flops": self.flops,
+            "ms": self.ms,
+            "rounds_ms": list(self.rounds_ms),
+            "tflops": None if rate is None else rate / 1e12,
+            "extra_bytes": self.extra_bytes,
+            "errors": [
+                {"name": e.name, "error": _finite(e.error), "budget": _finite(e.budget), "ok": e.ok}
+                for e in self.errors
+            ],
+            "reason": self.reason,
+        }
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> Row:
+        def number(value: float | None) -> float:
+            return math.nan if value is None else value
+
+        errors = tuple(Error(e["name"], number(e["error"]), number(e["budget"])) for e in row["errors"])
+        return Row(
+            Case(**row["case"]), row["provider"], row["mode"], row["flops"], tuple(row["rounds_ms"]), row["ms"],
+            row["extra_bytes"], errors, row["reason"],
+        )  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity: null stands for both."""
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of one run and the machine they were measured on."""
+
+    machine: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    def save(self, path: Path) -> None:
+        """Writes JSON atomically: `path` holds the old document or the whole new one."""
+        document = {"schema": SCHEMA, **self.machine, "rows": [row.to_json() for row in self.rows]}
+        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+        atomically(path, lambda temporary: temporary.write_text(text))
+
+    @staticmethod
+    def load(path: Path) -> Report:
+        """The report at `path`; ValueError where it is no report of this schema."""
+        try:
+            document = json.loads(path.read_text())
+            if document.pop("schema") != SCHEMA:
+                raise ValueError(f"want schema {SCHEMA}")
+            rows = tuple(Row.from_json(row) for row in document.pop("rows"))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path}: not a flashtile benchmark report: {error}") from error
+        return Report(document, rows)
+
+
+def atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls `write` with a temporary file beside `path` (same suffix), then renames it to `path`."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".flashtile-", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Device, versions, commit and date: what a number needs beside it to mean something."""
+    packages = ("triton", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": _describe_device(device),
+        "versions": {
+            "flashtile": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+            **{name: _version(name) for name in packages},
+        },
+    }
+
+
+def _describe_device(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "type": device.type,
+            "name": properties.name,
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+        }
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "type": device.type,
+        "name": models[0] if models else platform.processor() or platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The git commit this package runs from, "+changes" where files differ; None outside a checkout of it."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)  # fails when installed inside some other checkout
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much faster `row` is than `base`: above 1, row is the faster one."""
+
+    base: Row
+    row: Row
+
+    @property
+    def speedup(self) -> float:
+        assert self.base.ms is not None
+        assert self.row.ms is not None
+        return self.base.ms / self.row.ms
+
+
+def compare_reports(base: Report, new: Report) -> list[Ratio]:
+    """One ratio for each row that has a speed in both reports."""
+    known = {row.key: row for row in base.rows if row.ms is not None}
+    return [Ratio(known[row.key], row) for row in new.rows if row.ms is not None and row.key in known]
+
+
+def compare_providers(rows: Iterable[Row], provider: str, base: str) -> list[Ratio]:
+    """One ratio for each case and direction in which both providers of the run have a speed."""
+    timed = {row.key: row for row in rows if row.ms is not None}
+    return [
+        Ratio(timed[row.case, base, row.mode], row)
+        for row in timed.values()
+        if row.provider == provider and (row.case, base, row.mode) in timed
+    ]
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """exp of the mean logarithm; NaN of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan

@@ -1,0 +1,97 @@
+"""Compiling the Triton kernels ahead of time, for GPUs that are not there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flashtile.backends.triton.config import choose
+from flashtile.backends.triton.launch import Kernel
+from flashtile.spec import AttentionSpec
+
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled kernel takes of a multiprocessor; registers and spills are known for NVIDIA alone."""
+
+    shared: int
+    registers: int | None = None
+    stack: int | None = None
+
+    @property
+    def spills(self) -> bool:
+        return bool(self.stack)
+
+
+def target_of(arch: str) -> GPUTarget:
+    """The compiler's name for "sm_90", "gfx942" ..."""
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch[3:]), 32)
+    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+
+
+def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Tensor | None) -> tuple[Usage, object]:
+    """Compiles what a call with these tensors would run on `arch`; returns its usage and Triton's object."""
+    tiles = choose(kernel.role, spec, arch)
+    launch = kernel.describe(spec, tiles, *tensors)
+    names = kernel.fn.arg_names
+    values = [*tensors, *launch.arguments]
+    assert len(names) == len(values), f"{kernel.fn.__name__}: {len(names)} parameters, {len(values)} arguments"
+    signature, constants, attributes = {}, {}, {}
+    for index, (name, value, parameter) in enumerate(zip(names, values, kernel.fn.params, strict=True)):
+        free = parameter.do_not_specialize
+        if isinstance(value, Tensor):
+            signature[name] = POINTERS[value.dtype]
+        elif value is None or name in launch.constants or (isinstance(value, int) and value == 1 and not free):
+            signature[name] = "constexpr"
+            constants[name] = value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0 and not free):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel.fn, signature, constants, attributes)
+    compiled = triton.compile(source, target=target_of(arch), options=tiles.options)
+    return _usage(compiled, arch), compiled
+
+
+def _usage(compiled: object, arch: str) -> Usage:
+    if not arch.startswith("sm_"):
+        return Usage(compiled.metadata.shared)
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        report = subprocess.run(
+            [cuobjdump, "-res-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (int(re.search(rf"{word}:(\d+)", report).group(1)) for word in ("REG", "STACK"))
+    return Usage(compiled.metadata.shared, registers, stack)
+
+
+def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Tensor | None, ...]]]:
+    """Every kernel of a forward and backward pass, with the tensors it would get, on the meta device."""
+    from flashtile.backends.triton.backward import DKDV, DQ
+    from flashtile.backends.triton.forward import FORWARD
+
+    def like(heads: int, seqlen: int, dim: int) -> Tensor:
+        return torch.empty(spec.batch, seqlen, heads, dim, dtype=spec.dtype, device="meta")
+
+    q, k = like(spec.heads_q, spec.seqlen_q, spec.head_dim), like(spec.heads_k, spec.seqlen_k, spec.head_dim)
+    v, out = like(spec.heads_k, spec.seqlen_k, spec.head_dim_v), like(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
+    lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=torch.float32, device="meta")
+    return {
+        "forward": (FORWARD, (q, k, v, out, lse)),
+        "dq": (DQ, (q, k, v, out, out, lse, None, lse, lse, q)),
+        "dkdv": (DKDV, (q, k, v, out, lse, lse, k, v)),
+    }

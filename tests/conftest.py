@@ -1,0 +1,42 @@
+"""What every test gets: markers that decide where it runs, and poisoned fresh memory."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+from flashtile import env
+
+INTERPRETED = env.triton_interpret()
+hypothesis.settings.register_profile("flashtile", deadline=None, max_examples=40)
+hypothesis.settings.load_profile("flashtile")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """gpu tests need a GPU; interpreter tests need TRITON_INTERPRET=1, and with it nothing else runs."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
+    other_process = pytest.mark.skip(reason="runs with TRITON_INTERPRET=1, in a process of its own")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if bool(item.get_closest_marker("interpreter")) != INTERPRETED:
+            item.add_marker(other_process)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh floating-point memory is NaN: an output element that nobody writes shows."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            fresh = allocate(*args, **kwargs)
+            if fresh.is_floating_point() and fresh.device.type in ("cpu", "cuda"):
+                fresh.detach().fill_(float("nan"))
+            return fresh
+
+        return wrapper
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

@@ -1,0 +1,41 @@
+"""Every shipped configuration compiles, without a GPU, for every architecture that has a table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aot import compile_kernel, kernels_and_tensors
+from cases import BF16, FLOAT, spec
+
+from flashtile.backends.triton import config
+
+ARCHITECTURES = ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1201"]
+SHARED_MEMORY = {"sm_80": 166_912, "sm_90": 232_448, "sm_120": 101_376, "gfx942": 65_536, "gfx1201": 65_536}
+MASKS = {"full": {}, "causal": {"right": 0}}
+FEATURES = {"left": 300, "right": 40, "softcap": 20.0}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=["bfloat16", "float32"])
+def test_shipped_configs_compile_fit_and_do_not_spill(arch, mask, dim, dtype):
+    case = spec((4096, 4096), (16, 16), (dim, dim), dtype, **MASKS[mask])
+    for name, (kernel, tensors) in kernels_and_tensors(case).items():
+        usage, _ = compile_kernel(kernel, case, arch, *tensors)
+        assert usage.shared <= SHARED_MEMORY[arch], f"{name}: {usage}"
+        if arch in ("sm_80", "sm_90"):
+            assert not usage.spills, f"{name} spills registers: {usage}"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_feature_at_once_compiles(arch):
+    case = spec((1000, 777), (6, 2), (80, 48), torch.float16, scale=-0.3, **FEATURES)
+    for kernel, tensors in kernels_and_tensors(case).values():
+        compile_kernel(kernel, case, arch, *tensors)
+
+
+def test_the_tables_are_the_architectures_tested_here():
+    assert sorted(config.TABLES) == sorted([*ARCHITECTURES, "interpreter"])

@@ -1,0 +1,170 @@
+"""The ops behave like PyTorch's own: opcheck, compile, export, autocast, checkpointing, graphs, several devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import HALF, on_every_backend, spec
+from torch.utils.checkpoint import checkpoint
+
+from flashtile import flash_attn_func
+from flashtile.spec import AttentionSpec
+from flashtile.testing import make_inputs
+
+CASES = {
+    "gqa-causal": (spec((33, 40), (4, 2), (32, 16), right=0),),
+    "window-softcap": (spec((33, 40), (2, 2), (16, 16), left=9, right=3, softcap=3.0),),
+    "half": (spec((64, 64), (2, 2), (64, 64), HALF),),
+}
+every_backend = pytest.mark.parametrize(("backend", "device", "case"), on_every_backend(CASES))
+same = {"rtol": 0, "atol": 0}
+
+
+def attend(case: AttentionSpec, backend: str):
+    """q, k, v -> (out, lse) as one function of tensors."""
+
+    def function(q, k, v):
+        return flash_attn_func(
+            q, k, v, softmax_scale=case.softmax_scale, window_size=(case.window_left, case.window_right),
+            softcap=case.softcap, return_lse=True, backend=backend,
+        )  # fmt: skip
+
+    return function
+
+
+def gradients(function, inputs):
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    out, lse = function(q, k, v)
+    return torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, inputs.dlse))
+
+
+@every_backend
+def test_opcheck(backend, device, case):
+    inputs = make_inputs(case, device)
+    settings = (case.softmax_scale, case.window_left, case.window_right, case.softcap, False, backend)
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    torch.library.opcheck(torch.ops.flashtile.attention_forward.default, (q, k, v, *settings))
+    out, lse = (x.detach() for x in attend(case, backend)(q, k, v))
+    qkv = [x.detach() for x in (q, k, v)]
+    torch.library.opcheck(
+        torch.ops.flashtile.attention_backward.default, (inputs.dout, inputs.dlse, *qkv, out, lse, *settings)
+    )
+
+
+@every_backend
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile_without_graph_breaks(dynamic, backend, device, case):
+    torch._dynamo.reset()
+    function = attend(case, backend)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    inputs = make_inputs(case, device)
+    torch.testing.assert_close(compiled(*inputs[:3]), function(*inputs[:3]), **same)
+    torch.testing.assert_close(gradients(compiled, inputs), gradients(function, inputs), **same)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "device", "case"), on_every_backend({"gqa-causal": CASES["gqa-causal"]}))
+def test_compile_with_inductor_and_new_lengths(backend, device, case):
+    torch._dynamo.reset()
+    function = attend(case, backend)
+    compiled = torch.compile(lambda q, k, v: function(q * 2, k, v)[0] + 1, fullgraph=True, dynamic=True)
+    for seqlens in ((33, 40), (20, 70), (64, 64)):
+        q, k, v, *_ = make_inputs(spec(seqlens, (4, 2), (32, 16), right=0), device)
+        torch.testing.assert_close(compiled(q, k, v), function(q * 2, k, v)[0] + 1)
+
+
+@every_backend
+def test_export_keeps_the_op(backend, device, case):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attend(case, backend)(q, k, v)
+
+    inputs = make_inputs(case, device)[:3]
+    program = torch.export.export(Attention(), inputs)
+    assert torch.ops.flashtile.attention_forward.default in [node.target for node in program.graph.nodes]
+    torch.testing.assert_close(program.module()(*inputs), attend(case, backend)(*inputs), **same)
+
+
+def test_meta_tensors_give_shapes():
+    q, k, v = (torch.empty(2, 9, heads, 16, device="meta", dtype=HALF) for heads in (4, 2, 2))
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    assert (out.shape, out.dtype, out.device.type) == ((2, 9, 4, 16), HALF, "meta")
+    assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_casts_float32_and_leaves_float64(device):
+    case = spec((20, 20), (2, 2), (16, 16))
+    q, k, v, *_ = make_inputs(case, device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert flash_attn_func(q, k.bfloat16(), v).dtype == torch.bfloat16
+        assert flash_attn_func(q.double(), k.double(), v.double()).dtype == torch.float64
+    assert flash_attn_func(q, k, v).dtype == torch.float32
+
+
+@every_backend
+def test_activation_checkpointing_gives_the_same_gradients(backend, device, case):
+    inputs = make_inputs(case, device)
+    function = attend(case, backend)
+    recomputed = gradients(lambda *qkv: checkpoint(function, *qkv, use_reentrant=False), inputs)
+    torch.testing.assert_close(recomputed, gradients(function, inputs), **same)
+
+
+def test_no_gradient_is_computed_twice():
+    q, k, v = (torch.randn(1, 5, 1, 4, requires_grad=True) for _ in range(3))
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        dq.sum().backward()
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture_replays_on_new_data():
+    case = spec((200, 200), (4, 2), (64, 64), HALF, right=0)
+    q, k, v, dout, _ = make_inputs(case, "cuda")
+    static = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def step():
+        out = flash_attn_func(*static, causal=True)
+        return out, *torch.autograd.grad(out, static, dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    new = make_inputs(case, "cuda", seed=1)
+    with torch.no_grad():
+        for old, fresh in zip(static, new[:3], strict=True):
+            old.copy_(fresh)
+    graph.replay()
+    replayed = [x.clone() for x in captured]
+    torch.testing.assert_close(replayed, list(step()), **same)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_several_gpus_in_one_process():
+    case = spec((100, 100), (2, 2), (64, 64), HALF, right=0)
+    inputs = make_inputs(case, "cuda:0")
+    first = gradients(attend(case, "triton"), inputs)
+    there = type(inputs)(*(x.to("cuda:1") for x in inputs))
+    second = gradients(attend(case, "triton"), there)
+    assert all(x.device.index == 1 for x in second)
+    torch.testing.assert_close([x.cpu() for x in second], [x.cpu() for x in first], **same)
+
+
+@pytest.mark.gpu
+def test_a_call_runs_on_the_current_stream():
+    case = spec((512, 512), (8, 8), (64, 64), HALF)
+    q, k, v, *_ = make_inputs(case, "cuda")
+    expected = flash_attn_func(q, k, v)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        moved = q * 1
+        out = flash_attn_func(moved, k, v)
+    stream.synchronize()
+    torch.testing.assert_close(out, expected, **same)
