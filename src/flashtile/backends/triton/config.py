@@ -111,16 +111,16 @@ SM_80 = _table({
     ("dq", 2, 128): Tiles(64, 64, 4, 2),
     ("dq", 2, 256): Tiles(64, 64, 8, 1),
     ("dkdv", 2, 64): Tiles(32, 64, 4, 3),
-    ("dkdv", 2, 128): Tiles(32, 64, 4, 3),
-    ("dkdv", 2, 256): Tiles(32, 64, 8, 2),
+    ("dkdv", 2, 128): Tiles(32, 64, 8, 2),
+    ("dkdv", 2, 256): Tiles(16, 64, 8, 1),
     ("forward", 4, 64): Tiles(64, 32, 8, 2),
     ("forward", 4, 128): Tiles(64, 32, 8, 2),
     ("forward", 4, 256): Tiles(32, 32, 8, 2),
     ("dq", 4, 64): Tiles(64, 32, 8, 2),
     ("dq", 4, 128): Tiles(64, 32, 8, 2),
     ("dq", 4, 256): Tiles(32, 32, 8, 2),
-    ("dkdv", 4, 64): Tiles(64, 32, 8, 2),
-    ("dkdv", 4, 128): Tiles(32, 32, 8, 2),
+    ("dkdv", 4, 64): Tiles(32, 32, 8, 2),
+    ("dkdv", 4, 128): Tiles(32, 16, 8, 1),
     ("dkdv", 4, 256): Tiles(32, 16, 8, 1),
 })  # fmt: skip
 
@@ -145,7 +145,8 @@ SM_120 = _table({
     ("dkdv", 4, 256): Tiles(16, 16, 8, 1),
 })  # fmt: skip
 
-GFX942 = GFX1201 = SM_120
+GFX1201 = SM_120
+GFX942 = {**SM_120, **_table({("forward", 2, 128): Tiles(128, 64, 8, 2)})}
 
 # Small, so that small problems have edges, masked and full blocks.
 INTERPRETER = _table({
