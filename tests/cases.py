@@ -44,8 +44,10 @@ CASES = {
     "window-rows-without-keys": spec((120, 40), left=3, right=0),
     # lengths
     "one-query": spec((1, 100)),
-    "one-key": spec((100, 1), dtype=HALF, right=0),
-    "one-pair": spec((1, 1), dtype=HALF),
+    "one-key": spec((100, 1), right=0),
+    "one-pair": spec((1, 1)),
+    "one-key-float16": spec((100, 1), dtype=HALF, right=0),
+    "one-pair-float16": spec((1, 1), dtype=HALF),
     "odd-lengths": spec((67, 131), dtype=HALF),
     "long": spec((300, 1000), (1, 1), dtype=BF16, batch=1),
     "empty-batch": spec(batch=0),
@@ -84,6 +86,17 @@ EVERY_CASE = {name: (case, 1.0) for name, case in CASES.items()} | AMPLITUDES
 """name: (spec, amplitude of q)"""
 
 
+OVER_BUDGET = pytest.mark.xfail(
+    reason="float32 with one key: dP - D should cancel exactly and does not; gradients over the budget"
+)
+KNOWN_MISSES = {
+    ("cpu", "one-pair"): OVER_BUDGET,
+    ("triton-gpu", "one-key"): OVER_BUDGET,
+    ("triton-gpu", "one-pair"): OVER_BUDGET,
+}
+"""What is wrong today and known to be: shown in every run, and to be mended."""
+
+
 def takes(run: str, dtype: torch.dtype) -> bool:
     """Whether a backend computes in a dtype at all; test_dispatch tests that it says so."""
     unsupported = {"triton-interpreted": (BF16, DOUBLE), "triton-gpu": (DOUBLE,)}
@@ -93,7 +106,12 @@ def takes(run: str, dtype: torch.dtype) -> bool:
 def on_every_backend(cases: dict[str, tuple]) -> list:
     """pytest parameters (backend, device, *case) for all pairs of a backend and a case, a spec first, that it takes."""
     return [
-        pytest.param(*run.values, *case, id=f"{run.id}-{name}", marks=run.marks)
+        pytest.param(
+            *run.values,
+            *case,
+            id=f"{run.id}-{name}",
+            marks=[*run.marks, *filter(None, [KNOWN_MISSES.get((run.id, name))])],
+        )
         for run in RUNS
         for name, case in cases.items()
         if takes(run.id, case[0].dtype)
