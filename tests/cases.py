@@ -91,8 +91,6 @@ OVER_BUDGET = pytest.mark.xfail(
 )
 KNOWN_MISSES = {
     ("cpu", "one-pair"): OVER_BUDGET,
-    ("triton-gpu", "one-key"): OVER_BUDGET,
-    ("triton-gpu", "one-pair"): OVER_BUDGET,
 }
 """What is wrong today and known to be: shown in every run, and to be mended."""
 

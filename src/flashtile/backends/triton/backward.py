@@ -1,6 +1,7 @@
 """FlashAttention-2 backward pass (Algorithm 2) in Triton.
 
-Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse, shift and delta (B, Hq, Sq) float32.
+Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse (B, Hq, Sq) float32, shift and delta as lse with
+every row of Sq numbers padded to a multiple of ROW_PAD.
 
 Two kernels. dQ: one program per block of Q and head; on its way it leaves two numbers per row for the other,
 delta = rowsum(dO o O) - dlse (Algorithm 2's D, and the gradient of lse) and shift (lse as exp_of_scores wants
@@ -18,7 +19,19 @@ from torch import Tensor
 
 from ...spec import AttentionSpec
 from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
-from .tile import LOG2E, exp_of_scores, load_row, load_tile, part_of, place, store_tile, tanh, visible, visible_blocks
+from .tile import (
+    LOG2E,
+    ROW_PAD,
+    exp_of_scores,
+    load_tile,
+    part_of,
+    place,
+    row_dot,
+    store_tile,
+    tanh,
+    visible,
+    visible_blocks,
+)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -50,21 +63,27 @@ def dq_kernel(
         q *= softmax_scale
     dout = load_tile(dout_ptr, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
     out = load_tile(out_ptr, stride_outs, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # line 4
+    delta = row_dot(dout, out, EXACT)  # line 4
     rows = row + tl.arange(0, TILE_M)
     if dlse_ptr is not None:
         dlse_ptr += batch * stride_lb + head * stride_lh
         delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_ls, mask=rows < seqlen_q, other=0.0)
-    at = (batch * heads_q + head) * seqlen_q + rows
-    lse = tl.load(lse_ptr + at, mask=rows < seqlen_q, other=0.0)
-    # +inf where a row sees no key: its P = exp(scores - inf) is then 0 by itself
+    lse = tl.load(lse_ptr + (batch * heads_q + head) * seqlen_q + rows, mask=rows < seqlen_q, other=float("-inf"))
+    # +inf where a row sees no key, or is none: its P = exp(scores - inf) is then 0 by itself
     shift = tl.where(lse == float("-inf"), float("inf"), lse if EXACT else lse * LOG2E)
-    tl.store(delta_ptr + at, delta, mask=rows < seqlen_q)
-    tl.store(shift_ptr + at, shift, mask=rows < seqlen_q)
+    padded = tl.cdiv(seqlen_q, ROW_PAD) * ROW_PAD
+    shift_ptr += (batch * heads_q + head) * padded
+    delta_ptr += (batch * heads_q + head) * padded
+    tl.store(shift_ptr + rows, shift)
+    tl.store(delta_ptr + rows, delta)
+    if row + TILE_M >= seqlen_q:  # the last block: what is left of the padding
+        rest = row + TILE_M + tl.arange(0, ROW_PAD)
+        tl.store(shift_ptr + rest, tl.full([ROW_PAD], float("inf"), tl.float32), mask=rest < padded)
+        tl.store(delta_ptr + rest, tl.zeros([ROW_PAD], tl.float32), mask=rest < padded)
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
 
     first, full_first, full_end, end = visible_blocks(
-        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
+        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, EDGE=True
     )
     for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # masked blocks on both sides, then the full ones
         begin, stop = part_of(part, first, full_first, full_end, end)
@@ -107,8 +126,9 @@ def dkdv_kernel(
     v_ptr += batch * stride_vb + head_k * stride_vh
     q_ptr += batch * stride_qb
     dout_ptr += batch * stride_ob
-    shift_ptr += batch * heads_k * GROUP * seqlen_q
-    delta_ptr += batch * heads_k * GROUP * seqlen_q
+    padded = tl.cdiv(seqlen_q, ROW_PAD) * ROW_PAD
+    shift_ptr += batch * heads_k * GROUP * padded
+    delta_ptr += batch * heads_k * GROUP * padded
 
     col = n_block * TILE_N
     cols = col + tl.arange(0, TILE_N)
@@ -119,15 +139,14 @@ def dkdv_kernel(
 
     # the mask seen from the keys: rows and columns exchanged, and with them the window's sides
     first, full_first, full_end, end = visible_blocks(
-        n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT
+        n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT, EDGE=False
     )
-    for part in tl.static_range(0 if HAS_RIGHT else 1, 3):  # masked blocks on both sides, then the full ones
+    # masked blocks on the sides that the window has, then the full ones
+    for part in tl.static_range(0 if HAS_RIGHT else 1 if HAS_LEFT else 2, 3, 1 if HAS_LEFT else 2):
         begin, stop = part_of(part, first, full_first, full_end, end)
         # lines 8-17, for one query head of the group after the other; a window's few masked blocks are not worth
         # the registers that a pipeline takes
-        for step in tl.range(
-            0, (stop - begin) * GROUP, num_stages=1 if part != 2 and (HAS_LEFT or HAS_RIGHT) else None
-        ):
+        for step in tl.range(0, (stop - begin) * GROUP, num_stages=1 if part != 2 else None):
             if GROUP == 1:
                 head = head_k
                 row = (begin + step) * TILE_M
@@ -136,18 +155,18 @@ def dkdv_kernel(
                 row = (begin + step % (stop - begin)) * TILE_M
             q_head = q_ptr + head * stride_qh
             dout_head = dout_ptr + head * stride_oh
-            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=part != 2)  # line 9
+            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)  # line 9
             if EXACT:
                 q *= softmax_scale
-            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=part != 2)
-            shift = load_row(shift_ptr + head * seqlen_q, row, seqlen_q, TILE_M, part != 2, float("inf"))
-            delta = load_row(delta_ptr + head * seqlen_q, row, seqlen_q, TILE_M, part != 2, 0.0)
+            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+            rows = row + tl.arange(0, TILE_M)
+            shift = tl.load(shift_ptr + head * padded + rows)
+            delta = tl.load(delta_ptr + head * padded + rows)
             s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 10: (TILE_N, TILE_M)
             if SOFTCAP:
                 s = tanh(s * cap_in)
             p = exp_of_scores(s, shift[None, :], unit, EXACT)  # line 11
-            if part != 2 and (HAS_LEFT or HAS_RIGHT):
-                rows = row + tl.arange(0, TILE_M)
+            if part != 2:
                 seen = visible(
                     rows[None, :], cols[:, None], seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
                 )
@@ -195,6 +214,12 @@ def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, shift, delta, dq) -> 
     )
 
 
+def row_numbers(spec: AttentionSpec, like: Tensor) -> Tensor:
+    """Room for shift and delta, (2, B, Hq, Sq rounded up to a multiple of ROW_PAD) in float32."""
+    padded = triton.cdiv(spec.seqlen_q, ROW_PAD.value) * ROW_PAD.value
+    return like.new_empty((2, spec.batch, spec.heads_q, padded), dtype=torch.float32)
+
+
 DQ = Kernel("dq", dq_kernel, _launch_dq)
 DKDV = Kernel("dkdv", dkdv_kernel, _launch_dkdv)
 
@@ -214,7 +239,7 @@ def backward(
     dq, dk, dv = (x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in gradients)
     dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    shift, delta = row_numbers(spec, lse)
     DQ(spec, (q, k, v, out, dout, lse, dlse), (shift, delta, dq))
     DKDV(spec, (q, k, v, dout, shift, delta), (dk, dv))
     for gradient, computed in zip(gradients, (dq, dk, dv), strict=True):

@@ -34,6 +34,8 @@ class Tiles:
                 raise ValueError(f"{name}: got {value!r}; want a power of two")
         if min(self.tile_m, self.tile_n) < 16:
             raise ValueError(f"tile_m, tile_n: got {self.tile_m}, {self.tile_n}; the matrix units want 16 at least")
+        if self.tile_m > 128:
+            raise ValueError(f"tile_m: got {self.tile_m}; want at most 128, to which rows of lse are padded")
         if not isinstance(self.num_stages, int) or self.num_stages < 1:
             raise ValueError(f"num_stages: got {self.num_stages!r}; want 1 or more")
 

@@ -47,7 +47,7 @@ def forward_kernel(
     l = tl.zeros([TILE_M], tl.float32)
 
     first, full_first, full_end, end = visible_blocks(
-        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT
+        m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, EDGE=True
     )
     for part in tl.static_range(0 if HAS_LEFT else 1, 3):  # masked blocks on both sides, then the full ones
         begin, stop = part_of(part, first, full_first, full_end, end)

@@ -11,6 +11,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Rows of numbers per query are padded to a multiple of this, so that tiles read them unmasked (tile_m is at most this).
+ROW_PAD = tl.constexpr(128)
 
 
 @triton.jit
@@ -29,29 +31,31 @@ def place(n_blocks, n_heads):
 def visible_blocks(
     row_block, n_rows, n_cols, left, right,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
     """Which column blocks a row block sees: (first, full_first, full_end, end).
 
     Blocks first ... end hold every visible pair; of these, full_first ... full_end need no mask. Row i sees
-    columns i + n_cols - n_rows - left ... i + n_cols - n_rows + right. Called with keys as rows, and left and
-    right exchanged, it gives the query blocks that a key block sees.
+    columns i + n_cols - n_rows - left ... i + n_cols - n_rows + right. With EDGE a last block that the columns do
+    not fill needs one too. Called with keys as rows, and left and right exchanged, it gives the query blocks that
+    a key block sees.
     """
     offset = n_cols - n_rows
     first_row = row_block * TILE_ROWS + offset
     last_row = tl.minimum((row_block + 1) * TILE_ROWS, n_rows) - 1 + offset
     seen_end = n_cols
-    full_end = n_cols
+    full_end = n_cols // TILE_COLS if EDGE else tl.cdiv(n_cols, TILE_COLS)
     first = 0
     full_first = 0
     if HAS_RIGHT:
         seen_end = tl.minimum(n_cols, tl.maximum(last_row + right + 1, 0))
-        full_end = tl.minimum(n_cols, tl.maximum(first_row + right + 1, 0))
+        full_end = tl.minimum(full_end, tl.maximum(first_row + right + 1, 0) // TILE_COLS)
     if HAS_LEFT:
         first = tl.maximum(first_row - left, 0) // TILE_COLS
         full_first = tl.cdiv(tl.maximum(last_row - left, 0), TILE_COLS)
     end = tl.maximum(tl.cdiv(seen_end, TILE_COLS), first)
     full_first = tl.minimum(full_first, end)
-    full_end = tl.maximum(full_end // TILE_COLS, full_first)
+    full_end = tl.maximum(full_end, full_first)
     return first, full_first, full_end, end
 
 
@@ -161,9 +165,14 @@ def softmax_step(s, unit, m, l, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_row(ptr, first, n, SIZE: tl.constexpr, EDGE: tl.constexpr, other):
-    """Elements first ... first + SIZE of a row of n, `other` past its end; without EDGE all are known to be inside."""
-    at = first + tl.arange(0, SIZE)
-    if EDGE:
-        return tl.load(ptr + at, mask=at < n, other=other)
-    return tl.load(ptr + at)
+def row_dot(a, b, EXACT: tl.constexpr):
+    """(ROWS,) dot products of the rows of two (ROWS, TILE_D) tiles, in float32.
+
+    EXACT sums in the order in which a product of tiles does, as its diagonal: where a row sees a single key, so that
+    O is that V, D and dP are then the same number and cancel.
+    """
+    if EXACT:
+        products = tl.dot(a, tl.trans(b), input_precision="ieee")
+        rows = tl.arange(0, a.shape[0])
+        return tl.sum(tl.where(rows[:, None] == rows[None, :], products, 0.0), 1)
+    return tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)

@@ -9,7 +9,7 @@ import triton
 
 from ...spec import AttentionSpec
 from ...testing import make_inputs
-from .backward import DKDV, DQ
+from .backward import DKDV, DQ, row_numbers
 from .config import Key, Tiles
 from .forward import FORWARD
 from .launch import Kernel
@@ -28,11 +28,12 @@ def tune(spec: AttentionSpec, device: torch.device) -> Iterator[tuple[Key, Tiles
     """Yields the fastest of `CANDIDATES` for each kernel of `spec`, as each is found."""
     q, k, v, dout, _ = make_inputs(spec, device)
     out = torch.empty_like(dout)
-    lse, lse2, delta = (torch.zeros(spec.batch, spec.heads_q, spec.seqlen_q, device=device) for _ in range(3))
+    lse = torch.zeros(spec.batch, spec.heads_q, spec.seqlen_q, device=device)
+    shift, delta = row_numbers(spec, q).zero_()
     for kernel, tensors in (
         (FORWARD, (q, k, v, out, lse)),
-        (DQ, (q, k, v, out, dout, lse, None, lse2, delta, torch.empty_like(q))),
-        (DKDV, (q, k, v, dout, lse2, delta, torch.empty_like(k), torch.empty_like(v))),
+        (DQ, (q, k, v, out, dout, lse, None, shift, delta, torch.empty_like(q))),
+        (DKDV, (q, k, v, dout, shift, delta, torch.empty_like(k), torch.empty_like(v))),
     ):
         yield Key.of(kernel.role, spec), _fastest(kernel, spec, tensors)
 
