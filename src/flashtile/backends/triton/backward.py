@@ -141,6 +141,7 @@ def dkdv_kernel(
     first, full_first, full_end, end = visible_blocks(
         n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT, EDGE=False
     )
+    KEEP: tl.constexpr = TILE_D <= 64  # dk and dv leave no registers for pointers past that
     # masked blocks on the sides that the window has, then the full ones
     for part in tl.static_range(0 if HAS_RIGHT else 1 if HAS_LEFT else 2, 3, 1 if HAS_LEFT else 2):
         begin, stop = part_of(part, first, full_first, full_end, end)
@@ -155,10 +156,10 @@ def dkdv_kernel(
                 row = (begin + step % (stop - begin)) * TILE_M
             q_head = q_ptr + head * stride_qh
             dout_head = dout_ptr + head * stride_oh
-            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True)  # line 9
+            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True, KEEP=KEEP)  # line 9
             if EXACT:
                 q *= softmax_scale
-            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
+            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True, KEEP=KEEP)
             rows = row + tl.arange(0, TILE_M)
             shift = tl.load(shift_ptr + head * padded + rows)
             delta = tl.load(delta_ptr + head * padded + rows)

@@ -89,12 +89,15 @@ def visible(rows, cols, seqlen_q, seqlen_k, window_left, window_right, HAS_LEFT:
 
 
 @triton.jit
-def tile_pointers(ptr, stride, first_row, ROWS: tl.constexpr, TILE_D: tl.constexpr):
-    """(ROWS, TILE_D) pointers to rows first_row ... of a matrix.
+def tile_pointers(ptr, stride, first_row, ROWS: tl.constexpr, TILE_D: tl.constexpr, KEEP: tl.constexpr):
+    """(ROWS, TILE_D) pointers to rows first_row ... of a matrix, in 64 bits, so that no tensor is too large.
 
-    The tile's corner is a 64-bit scalar, so that no tensor is too large; offsets inside the tile do not change
-    from step to step and are 32-bit unless the stride itself is 64-bit.
+    With KEEP as the tile's corner plus offsets inside it, which stay in registers from step to step of a loop;
+    else computed anew in every step, for loops that have no registers to spare.
     """
+    if not KEEP:
+        rows = (first_row + tl.arange(0, ROWS)).to(tl.int64)
+        return ptr + (rows[:, None] * stride + tl.arange(0, TILE_D)[None, :])
     inside_tile = tl.arange(0, ROWS).to(tl.int64)[:, None] * stride + tl.arange(0, TILE_D)[None, :]
     return ptr + first_row.to(tl.int64) * stride + inside_tile
 
@@ -110,10 +113,11 @@ def inside(first_row, n_rows, D: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.co
 
 @triton.jit
 def load_tile(
-    ptr, stride, first_row, n_rows, D: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr, EDGE: tl.constexpr
-):
+    ptr, stride, first_row, n_rows, D: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr, EDGE: tl.constexpr,
+    KEEP: tl.constexpr = True,
+):  # fmt: skip
     """(ROWS, TILE_D) tile of an (n_rows, D) matrix, zero outside; without EDGE the rows are known to be inside."""
-    pointers = tile_pointers(ptr, stride, first_row, ROWS, TILE_D)
+    pointers = tile_pointers(ptr, stride, first_row, ROWS, TILE_D, KEEP)
     if EDGE:
         return tl.load(pointers, mask=inside(first_row, n_rows, D, ROWS, TILE_D), other=0.0)
     if D < TILE_D:
@@ -124,7 +128,7 @@ def load_tile(
 @triton.jit
 def store_tile(ptr, stride, first_row, n_rows, tile, D: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr):
     """Stores a (ROWS, TILE_D) tile into an (n_rows, D) matrix, in the matrix's dtype."""
-    pointers = tile_pointers(ptr, stride, first_row, ROWS, TILE_D)
+    pointers = tile_pointers(ptr, stride, first_row, ROWS, TILE_D, False)
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=inside(first_row, n_rows, D, ROWS, TILE_D))
 
 
