@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from flashtile.backends.triton.config import choose
@@ -77,6 +78,16 @@ def _usage(compiled: object, arch: str) -> Usage:
         ).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", report).group(1)) for word in ("REG", "STACK"))
     return Usage(compiled.metadata.shared, registers, stack)
+
+
+def serializes_products(compiled: object) -> bool:
+    """Whether ptxas says (C7515) that it waits for each wgmma product before it goes on: a fifth of the speed gone."""
+    ptxas = get_ptxas(90).path
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(compiled.asm["ptx"])
+        command = [ptxas, "--gpu-name", "sm_90a", "--verbose", ptx, "--output-file", ptx.with_suffix(".cubin")]
+        return "C7515" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Tensor | None, ...]]]:

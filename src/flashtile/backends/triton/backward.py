@@ -142,8 +142,8 @@ def dkdv_kernel(
         n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT, EDGE=False
     )
     KEEP: tl.constexpr = TILE_D <= 64  # dk and dv leave no registers for pointers past that
-    # masked blocks on the sides that the window has, then the full ones
-    for part in tl.static_range(0 if HAS_RIGHT else 1 if HAS_LEFT else 2, 3, 1 if HAS_LEFT else 2):
+    # masked blocks on both sides, then the full ones; rows past the last query need no mask, as their shift is inf
+    for part in tl.static_range(0 if HAS_RIGHT or HAS_LEFT else 2, 3):
         begin, stop = part_of(part, first, full_first, full_end, end)
         # lines 8-17, for one query head of the group after the other; a window's few masked blocks are not worth
         # the registers that a pipeline takes

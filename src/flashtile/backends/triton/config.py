@@ -79,19 +79,19 @@ def _table(rows: dict[tuple[Role, int, int], Tiles | tuple[Tiles, Tiles]]) -> Ta
     return table
 
 
-# 16-bit, D 64 and 128: of 5 to 14 tilings, the one that does not spill and is fastest over S = 512 ... 16k on one
-# H200 (benchmarks/results/tiles-h200.json). Small tiles on 4 warps win: two or three programs share a
-# multiprocessor, and one's softmax runs under another's products. The rest: the largest tiles that do not spill.
+# 16-bit: of several tilings, the one that does not spill and is fastest over S = 512 ... 16k on one H200
+# (benchmarks/results/tiles-h200.json). Small tiles on 4 warps win: two or three programs share a multiprocessor, and
+# one's softmax runs under another's products. float32: the largest tiles that do not spill.
 SM_90 = _table({
     ("forward", 2, 64): Tiles(64, 64, 4, 3),
     ("forward", 2, 128): Tiles(64, 64, 4, 3),
-    ("forward", 2, 256): Tiles(64, 32, 8, 2),
+    ("forward", 2, 256): Tiles(64, 32, 4, 2),
     ("dq", 2, 64): (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3)),
     ("dq", 2, 128): (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
-    ("dq", 2, 256): Tiles(64, 32, 8, 2),
-    ("dkdv", 2, 64): (Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 3)),
+    ("dq", 2, 256): Tiles(128, 32, 8, 2),
+    ("dkdv", 2, 64): Tiles(64, 64, 4, 4),
     ("dkdv", 2, 128): Tiles(64, 64, 4, 2),
-    ("dkdv", 2, 256): Tiles(16, 32, 4, 1),
+    ("dkdv", 2, 256): (Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 2)),
     ("forward", 4, 64): Tiles(64, 32, 8, 2),
     ("forward", 4, 128): Tiles(32, 32, 8, 1),
     ("forward", 4, 256): Tiles(32, 32, 8, 2),

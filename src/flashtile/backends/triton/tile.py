@@ -128,7 +128,7 @@ def load_tile(
 @triton.jit
 def store_tile(ptr, stride, first_row, n_rows, tile, D: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr):
     """Stores a (ROWS, TILE_D) tile into an (n_rows, D) matrix, in the matrix's dtype."""
-    pointers = tile_pointers(ptr, stride, first_row, ROWS, TILE_D, False)
+    pointers = tile_pointers(ptr, stride, first_row, ROWS, TILE_D, True)
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=inside(first_row, n_rows, D, ROWS, TILE_D))
 
 
