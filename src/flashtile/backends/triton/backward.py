@@ -76,10 +76,6 @@ def dq_kernel(
     delta_ptr += (batch * heads_q + head) * padded
     tl.store(shift_ptr + rows, shift)
     tl.store(delta_ptr + rows, delta)
-    if row + TILE_M >= seqlen_q:  # the last block: what is left of the padding
-        rest = row + TILE_M + tl.arange(0, ROW_PAD)
-        tl.store(shift_ptr + rest, tl.full([ROW_PAD], float("inf"), tl.float32), mask=rest < padded)
-        tl.store(delta_ptr + rest, tl.zeros([ROW_PAD], tl.float32), mask=rest < padded)
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
 
     first, full_first, full_end, end = visible_blocks(
@@ -108,6 +104,10 @@ def dq_kernel(
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # line 15
     dq_ptr += batch * stride_dqb + head * stride_dqh
     store_tile(dq_ptr, stride_dqs, row, seqlen_q, dq * softmax_scale, D, TILE_M, TILE_D)
+    if row + TILE_M >= seqlen_q:  # the last block: what is left of the padding
+        rest = row + TILE_M + tl.arange(0, ROW_PAD)
+        tl.store(shift_ptr + rest, tl.full([ROW_PAD], float("inf"), tl.float32), mask=rest < padded)
+        tl.store(delta_ptr + rest, tl.zeros([ROW_PAD], tl.float32), mask=rest < padded)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -137,13 +137,15 @@ def dkdv_kernel(
     dk = tl.zeros([TILE_N, TILE_D], tl.float32)  # line 7
     dv = tl.zeros([TILE_N, TILE_DV], tl.float32)
 
+    # Rows past the last query need no mask, as their shift is inf, and without a window one loop takes all blocks.
+    # Past D 64 dk and dv then leave no registers for pointers.
+    WINDOWED: tl.constexpr = HAS_LEFT or HAS_RIGHT
+    KEEP: tl.constexpr = WINDOWED or TILE_D <= 64
     # the mask seen from the keys: rows and columns exchanged, and with them the window's sides
     first, full_first, full_end, end = visible_blocks(
-        n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT, EDGE=False
+        n_block, seqlen_k, seqlen_q, window_right, window_left, TILE_N, TILE_M, HAS_RIGHT, HAS_LEFT, EDGE=WINDOWED
     )
-    KEEP: tl.constexpr = TILE_D <= 64  # dk and dv leave no registers for pointers past that
-    # masked blocks on both sides, then the full ones; rows past the last query need no mask, as their shift is inf
-    for part in tl.static_range(0 if HAS_RIGHT or HAS_LEFT else 2, 3):
+    for part in tl.static_range(0 if WINDOWED else 2, 3):  # masked blocks on both sides, then the full ones
         begin, stop = part_of(part, first, full_first, full_end, end)
         # lines 8-17, for one query head of the group after the other; a window's few masked blocks are not worth
         # the registers that a pipeline takes
@@ -156,10 +158,12 @@ def dkdv_kernel(
                 row = (begin + step % (stop - begin)) * TILE_M
             q_head = q_ptr + head * stride_qh
             dout_head = dout_ptr + head * stride_oh
-            q = load_tile(q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, EDGE=True, KEEP=KEEP)  # line 9
+            q = load_tile(
+                q_head, stride_qs, row, seqlen_q, D, TILE_M, TILE_D, part != 2 or not WINDOWED, KEEP
+            )  # line 9
             if EXACT:
                 q *= softmax_scale
-            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True, KEEP=KEEP)
+            dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, part != 2 or not WINDOWED, KEEP)
             rows = row + tl.arange(0, TILE_M)
             shift = tl.load(shift_ptr + head * padded + rows)
             delta = tl.load(delta_ptr + head * padded + rows)
