@@ -104,10 +104,6 @@ def dq_kernel(
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # line 15
     dq_ptr += batch * stride_dqb + head * stride_dqh
     store_tile(dq_ptr, stride_dqs, row, seqlen_q, dq * softmax_scale, D, TILE_M, TILE_D)
-    if row + TILE_M >= seqlen_q:  # the last block: what is left of the padding
-        rest = row + TILE_M + tl.arange(0, ROW_PAD)
-        tl.store(shift_ptr + rest, tl.full([ROW_PAD], float("inf"), tl.float32), mask=rest < padded)
-        tl.store(delta_ptr + rest, tl.zeros([ROW_PAD], tl.float32), mask=rest < padded)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -219,10 +215,17 @@ def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, shift, delta, dq) -> 
     )
 
 
-def row_numbers(spec: AttentionSpec, like: Tensor) -> Tensor:
-    """Room for shift and delta, (2, B, Hq, Sq rounded up to a multiple of ROW_PAD) in float32."""
+def row_numbers(spec: AttentionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for shift and delta, (B, Hq, Sq rounded up to a multiple of ROW_PAD) in float32, the padding filled in.
+
+    By the host, as a branch for it in dq_kernel takes registers that a second program on the multiprocessor needs.
+    """
     padded = triton.cdiv(spec.seqlen_q, ROW_PAD.value) * ROW_PAD.value
-    return like.new_empty((2, spec.batch, spec.heads_q, padded), dtype=torch.float32)
+    shift, delta = like.new_empty((2, spec.batch, spec.heads_q, padded), dtype=torch.float32)
+    if padded > spec.seqlen_q:
+        shift[..., spec.seqlen_q :] = float("inf")  # P = exp(scores - inf) = 0
+        delta[..., spec.seqlen_q :] = 0.0
+    return shift, delta
 
 
 DQ = Kernel("dq", dq_kernel, _launch_dq)

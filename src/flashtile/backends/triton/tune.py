@@ -29,7 +29,7 @@ def tune(spec: AttentionSpec, device: torch.device) -> Iterator[tuple[Key, Tiles
     q, k, v, dout, _ = make_inputs(spec, device)
     out = torch.empty_like(dout)
     lse = torch.zeros(spec.batch, spec.heads_q, spec.seqlen_q, device=device)
-    shift, delta = row_numbers(spec, q).zero_()
+    shift, delta = (x.zero_() for x in row_numbers(spec, q))
     for kernel, tensors in (
         (FORWARD, (q, k, v, out, lse)),
         (DQ, (q, k, v, out, dout, lse, None, shift, delta, torch.empty_like(q))),
