@@ -93,8 +93,8 @@ class _Rows(NamedTuple):
     q_scaled: Tensor  # (R, D)
     q: Tensor  # (R, D)
     dout: Tensor | None  # (R, Dv)
-    lse: Tensor  # (R, 1)
-    delta: Tensor  # (R, 1)
+    minus_lse: Tensor  # (R, 1)
+    minus_delta: Tensor  # (R, 1)
     dq: Tensor  # (R, D), a sum over key blocks
 
     def part(self, rows: slice | None) -> _Rows:
@@ -160,7 +160,7 @@ class _KeyBlocks:
             q_i = q[inside].flatten(0, 1)
             do_i = None if dout is None else dout[inside].flatten(0, 1)
             dq_i = dq[queries.start * spec.group : queries.end * spec.group]
-            blocks[queries] = _Rows(q_i, q_i, do_i, lse[inside].reshape(-1, 1), delta.view(-1, 1), dq_i)
+            blocks[queries] = _Rows(q_i, q_i, do_i, lse[inside].reshape(-1, 1).neg(), delta.view(-1, 1).neg_(), dq_i)
         return blocks
 
     def _loaded(self, rows: _Rows) -> _Rows:
@@ -187,17 +187,22 @@ class _KeyBlocks:
     def _tile(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
         """Lines 10 to 16."""
         spec, scratch, product = self.spec, self.scratch, self.product
-        s = scores(spec, rows.q_scaled, columns.k_scores, scratch)  # line 10
-        capped = scratch("capped", s.dtype, *s.shape).copy_(s) if spec.softcap > 0 else None
-        p = s.sub_(rows.lse).mul_(LOG2_E[self.exact]).exp2_()  # line 11
+        capped = None
+        if spec.softcap > 0:
+            s = scores(spec, rows.q_scaled, columns.k_scores, scratch)  # line 10
+            capped = scratch("capped", s.dtype, *s.shape).copy_(s)
+            s.add_(rows.minus_lse)
+        else:  # S - L by the product, for nothing
+            s = scratch("scores", self.exact, len(rows.q), len(columns.k))
+            torch.addmm(rows.minus_lse, rows.q_scaled, columns.k_scores.t(), out=s)
+        p = s.mul_(LOG2_E[self.exact]).exp2_()  # line 11
         if tile.masked:
             hide_(spec, tile, p, 0.0)
         if rows.dout is None:
-            ds = p.mul_(-rows.delta)
+            ds = p.mul_(rows.minus_delta)
         else:
             scratch.add_product(columns.dv_t, rows.dout.t(), scratch.converted("operand", product, p))  # line 12
-            dp = torch.mm(rows.dout, columns.v.t(), out=scratch("operand", product, *p.shape))  # line 13
-            ds = scratch.converted("ds", p.dtype, dp).sub_(rows.delta).mul_(p)  # line 14
+            ds = self._dp_minus_delta(rows, columns).mul_(p)  # lines 13, 14
         if capped is not None:
             ds.mul_(1 - capped.div_(spec.softcap).square_())  # the derivative of tanh is 1 - tanh^2
         if tile.masked:
@@ -205,3 +210,12 @@ class _KeyBlocks:
         ds = scratch.converted("operand", product, ds)
         scratch.add_product(rows.dq, ds, columns.k)  # line 15
         scratch.add_product(columns.dk_t, rows.q.t(), ds)  # line 16
+
+    def _dp_minus_delta(self, rows: _Rows, columns: _Columns) -> Tensor:
+        """dP - D in the exact dtype, the subtraction by the product where that is in this dtype too."""
+        scratch, shape = self.scratch, (len(rows.q), len(columns.k))
+        if self.product == self.exact:
+            ds = scratch("ds", self.exact, *shape)
+            return torch.addmm(rows.minus_delta, rows.dout, columns.v.t(), out=ds)
+        dp = torch.mm(rows.dout, columns.v.t(), out=scratch("operand", self.product, *shape))
+        return scratch("ds", self.exact, *shape).copy_(dp).add_(rows.minus_delta)

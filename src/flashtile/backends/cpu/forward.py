@@ -116,6 +116,7 @@ class _QueryBlocks:
         o_i = scratch("o", exact, len(q), spec.head_dim_v).zero_()  # line 5
         ell, minus_m = scratch("l, m", exact, 2, len(q), 1).zero_()
         if _longest_row(q_i) * self.longest_key * (spec.softcap or 1.0) <= SAFE_SCORE:  # a NaN is not
+            q_i.mul_(1.0 if spec.softcap > 0 else self.log2_e)
             return _Rows(q_i, o_i, ell, minus_m), self._bounded_step
         minus_m.fill_(torch.finfo(exact).max)  # not inf: rows without keys stay clear of NaN
         return _Rows(q_i, o_i, ell, minus_m), self._online_step
@@ -135,7 +136,7 @@ class _QueryBlocks:
 
     def _bounded_step(self, tile: Tile, rows: _Rows, k: Tensor, v: Tensor) -> None:
         """Lines 8 to 10 where m = 0 throughout, so that nothing has to be found, subtracted or rescaled."""
-        p = scores(self.spec, rows.q, k, self.scratch).mul_(self.log2_e).exp2_()
+        p = scores(self.spec, rows.q, k, self.scratch, self.log2_e).exp2_()
         if tile.masked:
             hide_(self.spec, tile, p, 0.0)
         rows.ell.add_(p.sum(1, keepdim=True))

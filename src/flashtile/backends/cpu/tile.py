@@ -162,10 +162,13 @@ def query_factor(spec: AttentionSpec) -> float:
     return spec.softmax_scale / spec.softcap if spec.softcap > 0 else spec.softmax_scale
 
 
-def scores(spec: AttentionSpec, q: Tensor, k: Tensor, scratch: Scratch) -> Tensor:
-    """S = Q K^T of a tile, soft-capped; q (R, D) is multiplied by `query_factor` already."""
+def scores(spec: AttentionSpec, q: Tensor, k: Tensor, scratch: Scratch, unit: float = 1.0) -> Tensor:
+    """S = Q K^T of a tile, soft-capped, times `unit`.
+
+    q (R, D) is multiplied by `query_factor` already, and by `unit` where there is no soft cap to come in between.
+    """
     s = torch.mm(q, k.t(), out=scratch("scores", q.dtype, len(q), len(k)))
-    return s.tanh_().mul_(spec.softcap) if spec.softcap > 0 else s
+    return s.tanh_().mul_(spec.softcap * unit) if spec.softcap > 0 else s
 
 
 def product_dtype(spec: AttentionSpec) -> torch.dtype:
