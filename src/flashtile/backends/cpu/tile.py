@@ -1,7 +1,7 @@
 """What Algorithms 1 and 2 share: which tiles to compute, how to mask them, products of tiles.
 
-Legend: a row block has M queries of the G = Hq / Hk query heads that share one key head, its R = M * G rows
-ordered query first; a key block has N keys. S, P: (R, N) · Q, O, dO, dQ: (R, D or Dv) · K, V: (N, D or Dv).
+Legend: a tile has h key heads, M queries of the G = Hq / Hk query heads that share each of them, R = M * G rows
+ordered query first, and N keys. S, P: (h, R, N) · Q, O, dO, dQ: (h, R, D or Dv) · K, V: (h, N, D or Dv).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ...spec import AttentionSpec
 # The number that torch multiplies by: rounded to the dtype of scores.
 LOG2_E = {dtype: torch.tensor(math.log2(math.e), dtype=dtype).item() for dtype in (torch.float32, torch.float64)}
 
-# Rows of a block of queries, and keys of a block. A tile takes some 30 calls into torch whatever its size: half as
+# Rows of a block of queries, and keys of a block. A tile takes some 20 calls into torch whatever its size: half as
 # large, everything runs a tenth slower. Twice as large gains nothing more, and its 2 MB of float32 scores still fit a
-# core's share of the caches.
+# core's share of the caches. Fewer rows in each of several heads would read K and V from memory more often: 9 % slower.
 ROWS = 1024
 KEYS = 512
 # A tile across an edge of the mask is cut into strips of this many queries: the finest that bfloat16's products bear.
@@ -38,32 +38,56 @@ class Block(NamedTuple):
         return self.end - self.start
 
 
-class Tile(NamedTuple):
-    """Queries against keys; `masked` if some of these pairs are hidden.
+class Heads(NamedTuple):
+    """Key heads start..end-1 of one element of the batch."""
 
-    `rows` and `cols` say where they lie in tensors of the two blocks; None is everywhere.
-    """
+    batch: int
+    start: int
+    end: int
+
+
+class Tile(NamedTuple):
+    """Queries against keys; `masked` if some of these pairs are hidden. They lie at `rows` and `cols` of two blocks."""
 
     queries: Block
     keys: Block
     masked: bool
-    rows: slice | None = None
-    cols: slice | None = None
+    rows: slice
+    cols: slice
+
+    def heads_at_once(self, heads: int) -> list[slice]:
+        """The heads of a block, in parts that fill a step: one by one for a whole tile, several for a strip."""
+        scores = (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start)
+        return [slice(*part) for part in blocks(heads, max(1, ROWS * KEYS // scores))]
+
+
+def blocks(length: int, size: int) -> list[Block]:
+    """0..length-1 in blocks of `size`, the last as long as is left."""
+    return [Block(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def query_blocks(spec: AttentionSpec) -> list[Block]:
     """The T_r blocks of queries (line 1 of both algorithms)."""
-    return _blocks(spec.seqlen_q, max(1, ROWS // spec.group))
+    return blocks(spec.seqlen_q, max(1, ROWS // spec.group))
 
 
 def key_blocks(spec: AttentionSpec) -> list[Block]:
     """The T_c blocks of keys (line 1 of both algorithms); longer ones where there are few rows."""
     rows = max(1, spec.seqlen_q * spec.group)
-    return _blocks(spec.seqlen_k, max(KEYS, min(4096, ROWS * KEYS // rows)))
+    return blocks(spec.seqlen_k, max(KEYS, min(4096, ROWS * KEYS // rows)))
 
 
-def _blocks(length: int, size: int) -> list[Block]:
-    return [Block(start, min(start + size, length)) for start in range(0, length, size)]
+def head_groups(spec: AttentionSpec, each: int) -> list[Heads]:
+    """All key heads, in groups for one task: as many as fill a step, but enough groups for all threads.
+
+    A group makes `each` tasks. What does not fill a step alone is a short sequence, or a strip.
+    """
+    strips = spec.window_left >= 0 or spec.window_right >= 0
+    queries = min(spec.seqlen_q, ROWS // spec.group, STRIP if strips else ROWS)
+    filling = ROWS * KEYS // max(1, queries * spec.group * min(KEYS, spec.seqlen_k))
+    size = spec.batch * spec.heads_k * each // (2 * torch.get_num_threads())
+    size = max(1, min(size, filling, spec.heads_k))
+    return [Heads(batch, *heads) for batch in range(spec.batch) for heads in blocks(spec.heads_k, size)]
 
 
 def visible_tiles(spec: AttentionSpec, queries: Block, keys: Block) -> list[Tile]:
@@ -73,7 +97,7 @@ def visible_tiles(spec: AttentionSpec, queries: Block, keys: Block) -> list[Tile
     strips clipped to what they see in between.
     """
     if _all_visible(spec, queries, keys):
-        return [Tile(queries, keys, masked=False)]
+        return [Tile(queries, keys, False, slice(0, len(queries) * spec.group), slice(0, len(keys)))]
     tiles: list[Tile] = []
     for start in range(queries.start, queries.end, STRIP):
         strip = Block(start, min(start + STRIP, queries.end))
@@ -107,12 +131,12 @@ def tiles_of_keys(spec: AttentionSpec, keys: Block) -> list[tuple[Block, list[Ti
 
 
 def hide_(spec: AttentionSpec, tile: Tile, x: Tensor, value: float) -> None:
-    """Writes `value`, 0 or -inf, over the hidden pairs of x (R, N), whatever they hold.
+    """Writes `value`, 0 or -inf, over the hidden pairs of x (h, R, N), whatever they hold.
 
     In a strip each edge of the mask is a diagonal, and what it hides a triangle.
     """
     query, (key, key_end), length = tile.queries.start, tile.keys, len(tile.queries)
-    pairs = x.unflatten(0, (length, spec.group))  # (M, G, N)
+    pairs = x.unflatten(1, (length, spec.group))  # (h, M, G, N)
     if spec.window_right >= 0:
         end = query + spec.offset + spec.window_right + 1  # the first query sees keys before this one
         if (start := max(key, end)) < key_end:
@@ -152,23 +176,20 @@ def without_keys(spec: AttentionSpec) -> int:
     return min(spec.seqlen_q, max(0, -spec.offset - spec.window_right)) if spec.window_right >= 0 else 0
 
 
-def query_heads(spec: AttentionSpec, x: Tensor, batch: int, head_k: int) -> Tensor:
-    """(Sq, G, ...) of x (B, Sq, Hq, ...): the query heads that share a key head."""
-    return x[batch, :, head_k * spec.group : (head_k + 1) * spec.group]
+def of_queries(spec: AttentionSpec, x: Tensor, heads: Heads, queries: Block) -> Tensor:
+    """(h, M, G, ...) of x (B, Sq, Hq, ...)."""
+    rows = x[heads.batch, queries.start : queries.end].unflatten(1, (spec.heads_k, spec.group))
+    return rows[:, heads.start : heads.end].transpose(0, 1)
+
+
+def of_keys(x: Tensor, heads: Heads, keys: Block | None = None) -> Tensor:
+    """(h, N, ...) of x (B, Sk, Hk, ...); of all keys if none are named."""
+    return x[heads.batch, slice(*keys) if keys is not None else slice(None), heads.start : heads.end].transpose(0, 1)
 
 
 def query_factor(spec: AttentionSpec) -> float:
     """What Q is multiplied by once per block, so that no tile of scores has to be."""
     return spec.softmax_scale / spec.softcap if spec.softcap > 0 else spec.softmax_scale
-
-
-def scores(spec: AttentionSpec, q: Tensor, k: Tensor, scratch: Scratch, unit: float = 1.0) -> Tensor:
-    """S = Q K^T of a tile, soft-capped, times `unit`.
-
-    q (R, D) is multiplied by `query_factor` already, and by `unit` where there is no soft cap to come in between.
-    """
-    s = torch.mm(q, k.t(), out=scratch("scores", q.dtype, len(q), len(k)))
-    return s.tanh_().mul_(spec.softcap * unit) if spec.softcap > 0 else s
 
 
 def product_dtype(spec: AttentionSpec) -> torch.dtype:
@@ -217,7 +238,7 @@ class Scratch:
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """total += a @ b. A bfloat16 product is rounded once per tile, and summed over tiles in float32."""
         if total.dtype == a.dtype:
-            torch.addmm(total, a, b, out=total)
+            total.baddbmm_(a, b)
         else:
-            product = torch.mm(a, b, out=self("product", a.dtype, *total.shape))
+            product = torch.bmm(a, b, out=self("product", a.dtype, *total.shape))
             total.add_(self.converted("sum", total.dtype, product))  # mixed dtypes would allocate
