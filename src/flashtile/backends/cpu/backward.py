@@ -8,6 +8,7 @@ V: (h, N, Dv) · S, P, dP, dS: (h, R, N) · dK^T: (h, D, N) · dV^T: (h, Dv, N) 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from .tile import (
     LOG2_E,
     Block,
     Heads,
+    Parts,
     Scratch,
     Tile,
     head_groups,
@@ -27,6 +29,7 @@ from .tile import (
     of_keys,
     of_queries,
     product_dtype,
+    product_plus,
     query_blocks,
     query_factor,
     tiles_of_keys,
@@ -146,22 +149,15 @@ class _Rows(NamedTuple):
     minus_delta: Tensor  # (h, R, 1)
     dq: Tensor  # (h, R, D), a sum over key blocks
 
-    def part(self, heads: slice, rows: slice) -> _Rows:
-        return _Rows._make(None if x is None else x[heads, rows] for x in self)
-
 
 class _Columns(NamedTuple):
-    """One block of keys, as operands of products; dk_t and dv_t are sums over query blocks."""
+    """One block of keys, as operands of products; dk and dv are sums over query blocks."""
 
     k_scores: Tensor  # (h, N, D), in the dtype of scores
     k: Tensor  # (h, N, D)
     v: Tensor  # (h, N, Dv)
-    dk_t: Tensor  # (h, D, N): transposed, as Q^T dS runs up to a third faster than dS^T Q
-    dv_t: Tensor  # (h, Dv, N)
-
-    def part(self, heads: slice, cols: slice) -> _Columns:
-        k_scores, k, v = self.k_scores[heads, cols], self.k[heads, cols], self.v[heads, cols]
-        return _Columns(k_scores, k, v, self.dk_t[heads, :, cols], self.dv_t[heads, :, cols])
+    dk: Tensor  # (h, N, D), transposed in memory, as Q^T dS runs up to a third faster than dS^T Q
+    dv: Tensor  # (h, N, Dv), the same
 
 
 class _KeyBlocks:
@@ -172,76 +168,92 @@ class _KeyBlocks:
         self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
         # dK = softmax_scale dS^T Q; where Q is the one scaled for the scores, it holds softmax_scale / softcap already
         self.dk_factor = spec.softmax_scale if self.product != self.exact else spec.softcap or 1.0
+        self.column_parts: dict[torch.Size, Parts] = {}
 
     def __call__(self, heads: Heads, numbered_run: tuple[int, _KeyRun]) -> None:
         index, key_run = numbered_run
         dq = self.given.dq_sums[index]
         dq[heads.batch, heads.start : heads.end].zero_()  # line 3
+        row_blocks = {queries: self._row_block(heads, queries, dq) for queries in query_blocks(self.spec)}
         for keys, tiles_by_queries in key_run:  # line 5
-            columns = self._columns(heads, keys)  # lines 6, 7
+            column_parts = self._load_columns(heads, keys)  # lines 6, 7
             for queries, tiles in tiles_by_queries:  # line 8
-                rows = self._rows(heads, queries, dq)  # line 9
+                load, row_parts = row_blocks[queries]
+                load()  # line 9
                 for tile in tiles:
-                    for part in tile.heads_at_once(len(columns.k)):
-                        self._tile(tile, rows.part(part, tile.rows), columns.part(part, tile.cols))
-            of_keys(self.dk, heads, keys).copy_(columns.dk_t.mul_(self.dk_factor).mT)  # line 18
-            of_keys(self.dv, heads, keys).copy_(columns.dv_t.mT)
+                    for part in tile.heads_at_once(heads.end - heads.start):
+                        self._tile(tile, row_parts(part, tile.rows), column_parts(part, tile.cols))
+            of_keys(self.dk, heads, keys).copy_(column_parts.whole.dk.mul_(self.dk_factor))  # line 18
+            of_keys(self.dv, heads, keys).copy_(column_parts.whole.dv)
 
-    def _rows(self, heads: Heads, queries: Block, dq: Tensor) -> _Rows:
-        """Line 9: the operands, contiguous and in the dtypes in which they are multiplied."""
-        given, scratch = self.given, self.scratch
+    def _row_block(self, heads: Heads, queries: Block, dq: Tensor) -> tuple[Callable[[], None], Parts]:
+        """Line 9: what loads a block of queries into the operands, contiguous and in the dtypes of products."""
+        given, scratch, factor = self.given, self.scratch, query_factor(self.spec)
         rows = _rows_of(self.spec, heads, queries)
-        q = of_queries(self.spec, given.q, heads, queries)
-        q_scaled = scratch("q_scaled", self.exact, *q.shape).copy_(q).mul_(query_factor(self.spec))
-        q_product = q_scaled if self.product == self.exact else scratch("q", self.product, *q.shape).copy_(q)
-        dout = None
-        if given.dout is not None:
-            dout = of_queries(self.spec, given.dout, heads, queries)
-            dout = scratch("dout", self.product, *dout.shape).copy_(dout).flatten(1, 2)
-        return _Rows(
-            q_scaled.flatten(1, 2),
-            q_product.flatten(1, 2),
-            dout,
-            given.minus_lse[rows],
-            given.minus_delta[rows],
-            dq[rows],
-        )
+        q = of_queries(self.spec, given.q, heads, queries)  # (h, M, G, D)
+        q_scaled = scratch("q_scaled", self.exact, *q.shape)
+        q_product = q_scaled if self.product == self.exact else scratch("q", self.product, *q.shape)
+        dout = None if given.dout is None else of_queries(self.spec, given.dout, heads, queries)
+        do_product = None if dout is None else scratch("dout", self.product, *dout.shape)
 
-    def _columns(self, heads: Heads, keys: Block) -> _Columns:
+        def load() -> None:
+            q_scaled.copy_(q).mul_(factor)
+            if q_product is not q_scaled:
+                q_product.copy_(q)
+            if do_product is not None:
+                do_product.copy_(dout)
+
+        operands = (None if x is None else x.flatten(1, 2) for x in (q_scaled, q_product, do_product))
+        return load, Parts(_Rows(*operands, given.minus_lse[rows], given.minus_delta[rows], dq[rows]))
+
+    def _load_columns(self, heads: Heads, keys: Block) -> Parts:
+        """Lines 6 and 7."""
         scratch, exact, product = self.scratch, self.exact, self.product
         k, v = of_keys(self.given.k, heads, keys), of_keys(self.given.v, heads, keys)
-        k_scores = scratch("k_scores", exact, *k.shape).copy_(k)  # line 6
-        return _Columns(
-            k_scores,
-            k_scores if product == exact else scratch("k", product, *k.shape).copy_(k),
-            scratch("v", product, *v.shape).copy_(v),
-            scratch("dk", exact, *k.mT.shape).zero_(),  # line 7
-            scratch("dv", exact, *v.mT.shape).zero_(),
-        )
+        parts = self.column_parts.get(k.shape)
+        if parts is None:
+            k_scores = scratch("k_scores", exact, *k.shape)
+            parts = self.column_parts[k.shape] = Parts(
+                _Columns(
+                    k_scores,
+                    k_scores if product == exact else scratch("k", product, *k.shape),
+                    scratch("v", product, *v.shape),
+                    scratch("dk", exact, *k.mT.shape).mT,
+                    scratch("dv", exact, *v.mT.shape).mT,
+                )
+            )
+        columns = parts.whole
+        columns.k_scores.copy_(k)
+        if columns.k is not columns.k_scores:
+            columns.k.copy_(k)
+        columns.v.copy_(v)
+        columns.dk.zero_()
+        columns.dv.zero_()
+        return parts
 
     def _tile(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
         """Lines 10 to 16."""
         spec, scratch, product = self.spec, self.scratch, self.product
-        shape = (*rows.q.shape[:2], columns.k.shape[1])
+        shape = (*rows.q.shape[:-1], columns.k.shape[-2])
         s, capped = scratch("scores", self.exact, *shape), None
         if spec.softcap > 0:
-            torch.bmm(rows.q_scaled, columns.k_scores.mT, out=s).tanh_().mul_(spec.softcap)  # line 10
+            torch.matmul(rows.q_scaled, columns.k_scores.mT, out=s).tanh_().mul_(spec.softcap)  # line 10
             capped = scratch("capped", self.exact, *shape).copy_(s)
             s.add_(rows.minus_lse)
         else:
-            _product_plus(rows.minus_lse, rows.q_scaled, columns.k_scores.mT, s)
+            _product_minus(rows.minus_lse, rows.q_scaled, columns.k_scores.mT, s)
         p = s.mul_(LOG2_E[self.exact]).exp2_()  # line 11
         if tile.masked:
             hide_(spec, tile, p, 0.0)
         if rows.dout is None:
             ds = p.mul_(rows.minus_delta)
         else:
-            scratch.add_product(columns.dv_t, rows.dout.mT, scratch.converted("operand", product, p))  # line 12
+            scratch.add_product(columns.dv.mT, rows.dout.mT, scratch.converted("operand", product, p))  # line 12
             ds = scratch("ds", self.exact, *shape)
             if product == self.exact:
-                _product_plus(rows.minus_delta, rows.dout, columns.v.mT, ds)  # line 13
+                _product_minus(rows.minus_delta, rows.dout, columns.v.mT, ds)  # line 13
             else:
-                ds.copy_(torch.bmm(rows.dout, columns.v.mT, out=scratch("operand", product, *shape)))
+                ds.copy_(torch.matmul(rows.dout, columns.v.mT, out=scratch("operand", product, *shape)))
                 ds.add_(rows.minus_delta)
             ds.mul_(p)  # line 14
         if capped is not None:
@@ -250,15 +262,15 @@ class _KeyBlocks:
             hide_(spec, tile, ds, 0.0)
         ds = scratch.converted("operand", product, ds)
         scratch.add_product(rows.dq, ds, columns.k)  # line 15
-        scratch.add_product(columns.dk_t, rows.q.mT, ds)  # line 16
+        scratch.add_product(columns.dk.mT, rows.q.mT, ds)  # line 16
 
 
-def _product_plus(bias: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+def _product_minus(bias: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
     """out = a @ b + bias (h, R, 1), which is added to the whole sum, so that what is equal cancels.
 
     Products of float32 do so themselves, in no more time, up to a depth where they are cut in two.
     """
     if a.dtype == torch.float32 and a.shape[-1] <= 128:
-        torch.baddbmm(bias, a, b, out=out)
+        product_plus(bias, a, b, out)
     else:
-        torch.bmm(a, b, out=out).add_(bias)
+        torch.matmul(a, b, out=out).add_(bias)

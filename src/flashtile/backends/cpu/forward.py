@@ -22,10 +22,12 @@ from .tile import (
     ROWS,
     Block,
     Heads,
+    Parts,
     Scratch,
     Tile,
     head_groups,
     hide_,
+    key_blocks,
     of_keys,
     of_queries,
     product_dtype,
@@ -60,8 +62,12 @@ class _Rows(NamedTuple):
     ell: Tensor  # (h, R, 1)
     minus_m: Tensor  # (h, R, 1), in units of log 2
 
-    def part(self, heads: slice, rows: slice) -> _Rows:
-        return _Rows(*(x[heads, rows] for x in self))
+
+class _Columns(NamedTuple):
+    """Line 7: one block of keys."""
+
+    k: Tensor  # (h, N, D)
+    v: Tensor  # (h, N, Dv)
 
 
 class _QueryBlocks:
@@ -81,13 +87,13 @@ class _QueryBlocks:
         q, out, lse = (of_queries(spec, x, heads, queries) for x in (self.q, self.out, self.lse))  # (h, M, G, ...)
         if self.heads != heads:
             self.heads = heads
-            self._load_keys(of_keys(self.k, heads), of_keys(self.v, heads))
+            self.columns = self._load_keys(of_keys(self.k, heads), of_keys(self.v, heads))
         rows, step = self._start(q, self.longest_keys[heads.batch, heads.start : heads.end])
+        row_parts = Parts(rows)
         for keys, tiles in tiles_by_keys:  # line 6
-            k_j, v_j = self.k_heads[:, slice(*keys)], self.v_heads[:, slice(*keys)]  # (h, N, D), (h, N, Dv)
             for tile in tiles:
                 for part in tile.heads_at_once(len(q)):
-                    step(tile, rows.part(part, tile.rows), k_j[part, tile.cols], v_j[part, tile.cols])
+                    step(tile, row_parts(part, tile.rows), self.columns[keys](part, tile.cols))
         rows.o.div_(rows.ell)  # line 12
         rows.o[:, : max(0, without_keys(spec) - queries.start) * spec.group] = 0
         # line 13, in float64: one rounding at the end
@@ -95,20 +101,19 @@ class _QueryBlocks:
         out.copy_(rows.o.view(out.shape))  # line 14
         lse.copy_(l_i.view(lse.shape))  # line 15
 
-    def _load_keys(self, k: Tensor, v: Tensor) -> None:
-        """Line 7: K (h, Sk, D) and V (h, Sk, Dv) of some key heads in the dtypes of products.
+    def _load_keys(self, k: Tensor, v: Tensor) -> dict[Block, Parts]:
+        """Line 7: the blocks of K (h, Sk, D) and V (h, Sk, Dv) of some key heads, in the dtypes of products.
 
         Where several blocks of queries read them also contiguous, for products 3 % faster.
         """
         scratch, spec = self.scratch, self.spec
         if spec.seqlen_q * spec.group >= ROWS:
-            self.k_heads = scratch("k", self.exact, *k.shape).copy_(k)
-            self.v_heads = scratch("v", self.product, *v.shape).copy_(v)
+            k, v = scratch("k", self.exact, *k.shape).copy_(k), scratch("v", self.product, *v.shape).copy_(v)
         else:
-            self.k_heads = scratch.converted("k", self.exact, k)
-            self.v_heads = scratch.converted("v", self.product, v)
+            k, v = scratch.converted("k", self.exact, k), scratch.converted("v", self.product, v)
+        return {keys: Parts(_Columns(k[:, slice(*keys)], v[:, slice(*keys)])) for keys in key_blocks(spec)}
 
-    def _start(self, q: Tensor, longest_keys: Tensor) -> tuple[_Rows, Callable[[Tile, _Rows, Tensor, Tensor], None]]:
+    def _start(self, q: Tensor, longest_keys: Tensor) -> tuple[_Rows, Callable[[Tile, _Rows, _Columns], None]]:
         """The rows of q (h, M, G, D), and the step of line 9 that they need.
 
         |s| <= |q| |k|, with softcap too. Where that shows that exp(s) stays in range, m = 0 will do.
@@ -128,12 +133,12 @@ class _QueryBlocks:
 
     def _scores(self, q: Tensor, k: Tensor, unit: float) -> Tensor:
         """Line 8. Without a soft cap `unit` is in q already."""
-        s = torch.bmm(q, k.mT, out=self.scratch("scores", self.exact, *q.shape[:2], k.shape[1]))
+        s = torch.matmul(q, k.mT, out=self.scratch("scores", self.exact, *q.shape[:-1], k.shape[-2]))
         return s.tanh_().mul_(self.spec.softcap * unit) if self.spec.softcap > 0 else s
 
-    def _online_step(self, tile: Tile, rows: _Rows, k: Tensor, v: Tensor) -> None:
+    def _online_step(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
         """Lines 8 to 10."""
-        s = self._scores(rows.q, k, unit=1.0)
+        s = self._scores(rows.q, columns.k, unit=1.0)
         if tile.masked:
             hide_(self.spec, tile, s, -math.inf)
         minus_m = torch.minimum(rows.minus_m, s.amax(-1, keepdim=True).mul_(-self.log2_e))  # line 9
@@ -142,15 +147,15 @@ class _QueryBlocks:
         rows.minus_m.copy_(minus_m)
         rows.ell.mul_(shrink).add_(p.sum(-1, keepdim=True))
         rows.o.mul_(shrink)  # line 10
-        self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), v)
+        self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), columns.v)
 
-    def _bounded_step(self, tile: Tile, rows: _Rows, k: Tensor, v: Tensor) -> None:
+    def _bounded_step(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
         """Lines 8 to 10 where m = 0 throughout, so that nothing has to be found, subtracted or rescaled."""
-        p = self._scores(rows.q, k, unit=self.log2_e).exp2_()
+        p = self._scores(rows.q, columns.k, unit=self.log2_e).exp2_()
         if tile.masked:
             hide_(self.spec, tile, p, 0.0)
         rows.ell.add_(p.sum(-1, keepdim=True))
-        self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), v)
+        self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), columns.v)
 
 
 def _longest_rows(k: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,13 +52,18 @@ class Tile(NamedTuple):
     queries: Block
     keys: Block
     masked: bool
-    rows: slice
-    cols: slice
+    rows: Block
+    cols: Block
 
-    def heads_at_once(self, heads: int) -> list[slice]:
-        """The heads of a block, in parts that fill a step: one by one for a whole tile, several for a strip."""
-        scores = (self.rows.stop - self.rows.start) * (self.cols.stop - self.cols.start)
-        return [slice(*part) for part in blocks(heads, max(1, ROWS * KEYS // scores))]
+    def heads_at_once(self, heads: int) -> list[int] | list[Block]:
+        """The heads of a block, in parts that fill a step: one by one for a whole tile, several for a strip.
+
+        One by one they lose their dimension: single products are faster than a batch of one.
+        """
+        scores = len(self.rows) * len(self.cols)
+        if 2 * scores > ROWS * KEYS or heads == 1:
+            return list(range(heads))
+        return blocks(heads, ROWS * KEYS // scores)
 
 
 def blocks(length: int, size: int) -> list[Block]:
@@ -86,7 +91,7 @@ def head_groups(spec: AttentionSpec, each: int) -> list[Heads]:
     queries = min(spec.seqlen_q, ROWS // spec.group, STRIP if strips else ROWS)
     filling = ROWS * KEYS // max(1, queries * spec.group * min(KEYS, spec.seqlen_k))
     size = spec.batch * spec.heads_k * each // (2 * torch.get_num_threads())
-    size = max(1, min(size, filling, spec.heads_k))
+    size = max(1, min(size, max(filling, 4), spec.heads_k))
     return [Heads(batch, *heads) for batch in range(spec.batch) for heads in blocks(spec.heads_k, size)]
 
 
@@ -97,7 +102,7 @@ def visible_tiles(spec: AttentionSpec, queries: Block, keys: Block) -> list[Tile
     strips clipped to what they see in between.
     """
     if _all_visible(spec, queries, keys):
-        return [Tile(queries, keys, False, slice(0, len(queries) * spec.group), slice(0, len(keys)))]
+        return [Tile(queries, keys, False, Block(0, len(queries) * spec.group), Block(0, len(keys)))]
     tiles: list[Tile] = []
     for start in range(queries.start, queries.end, STRIP):
         strip = Block(start, min(start + STRIP, queries.end))
@@ -108,8 +113,8 @@ def visible_tiles(spec: AttentionSpec, queries: Block, keys: Block) -> list[Tile
         masked = not _all_visible(spec, strip, seen)
         if seen == keys and not masked and tiles and tiles[-1].keys == keys and not tiles[-1].masked:
             strip = Block(tiles.pop().queries.start, strip.end)  # strips that see the whole block make one tile
-        rows = slice((strip.start - queries.start) * spec.group, (strip.end - queries.start) * spec.group)
-        tiles.append(Tile(strip, seen, masked, rows, slice(seen.start - keys.start, seen.end - keys.start)))
+        rows = Block((strip.start - queries.start) * spec.group, (strip.end - queries.start) * spec.group)
+        tiles.append(Tile(strip, seen, masked, rows, Block(seen.start - keys.start, seen.end - keys.start)))
     return tiles
 
 
@@ -131,12 +136,12 @@ def tiles_of_keys(spec: AttentionSpec, keys: Block) -> list[tuple[Block, list[Ti
 
 
 def hide_(spec: AttentionSpec, tile: Tile, x: Tensor, value: float) -> None:
-    """Writes `value`, 0 or -inf, over the hidden pairs of x (h, R, N), whatever they hold.
+    """Writes `value`, 0 or -inf, over the hidden pairs of x (h, R, N) or (R, N), whatever they hold.
 
     In a strip each edge of the mask is a diagonal, and what it hides a triangle.
     """
     query, (key, key_end), length = tile.queries.start, tile.keys, len(tile.queries)
-    pairs = x.unflatten(1, (length, spec.group))  # (h, M, G, N)
+    pairs = x.unflatten(-2, (length, spec.group))  # (h, M, G, N)
     if spec.window_right >= 0:
         end = query + spec.offset + spec.window_right + 1  # the first query sees keys before this one
         if (start := max(key, end)) < key_end:
@@ -187,6 +192,25 @@ def of_keys(x: Tensor, heads: Heads, keys: Block | None = None) -> Tensor:
     return x[heads.batch, slice(*keys) if keys is not None else slice(None), heads.start : heads.end].transpose(0, 1)
 
 
+class Parts:
+    """Tensors of a block, a NamedTuple, and views of some of their heads and rows or columns, each made once.
+
+    Python runs one thread at a time: views made anew in every step cost two threads 3 % of all time.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+        self._parts: dict[tuple[int | Block, Block], Any] = {}
+
+    def __call__(self, heads: int | Block, inside: Block) -> Any:
+        part = self._parts.get((heads, inside))
+        if part is None:
+            where = heads if isinstance(heads, int) else slice(*heads), slice(*inside)
+            part = type(self.whole)(*(None if x is None else x[where] for x in self.whole))
+            self._parts[heads, inside] = part
+        return part
+
+
 def query_factor(spec: AttentionSpec) -> float:
     """What Q is multiplied by once per block, so that no tile of scores has to be."""
     return spec.softmax_scale / spec.softcap if spec.softcap > 0 else spec.softmax_scale
@@ -198,6 +222,11 @@ def product_dtype(spec: AttentionSpec) -> torch.dtype:
     Products of float16 have no fast kernel on most CPUs (a twentieth of float32's speed where measured).
     """
     return torch.bfloat16 if spec.dtype == torch.bfloat16 else spec.lse_dtype
+
+
+def product_plus(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = x + a @ b, in one head or several."""
+    (torch.addmm if a.ndim == 2 else torch.baddbmm)(x, a, b, out=out)
 
 
 class Scratch:
@@ -238,7 +267,7 @@ class Scratch:
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """total += a @ b. A bfloat16 product is rounded once per tile, and summed over tiles in float32."""
         if total.dtype == a.dtype:
-            total.baddbmm_(a, b)
+            product_plus(total, a, b, total)
         else:
-            product = torch.bmm(a, b, out=self("product", a.dtype, *total.shape))
+            product = torch.matmul(a, b, out=self("product", a.dtype, *total.shape))
             total.add_(self.converted("sum", total.dtype, product))  # mixed dtypes would allocate
