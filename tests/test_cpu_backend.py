@@ -18,9 +18,11 @@ from flashtile.testing import Result, errors, make_inputs
 CPU = torch.device("cpu")
 
 
-def spec_of(seqlen_q, seqlen_k, *, heads_q=2, heads_k=2, head_dim=16, dtype=torch.float32, left=-1, right=-1):
+def spec_of(
+    seqlen_q, seqlen_k, *, batch=1, heads_q=2, heads_k=2, head_dim=16, dtype=torch.float32, left=-1, right=-1
+):
     return AttentionSpec(
-        1, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim, dtype, head_dim**-0.5, left, right
+        batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim, dtype, head_dim**-0.5, left, right
     )  # fmt: skip
 
 
@@ -58,8 +60,8 @@ def test_tiles_cover_every_visible_pair_once(seqlen_q, seqlen_k, left, right, gr
                 pairs = (slice(*part.queries), slice(*part.keys))
                 covered[pairs] += visible[pairs]
                 assert part.masked or visible[pairs].all()
-                rows = range(queries.start * group, queries.end * group)[part.rows or slice(None)]
-                cols = range(*keys)[part.cols or slice(None)]
+                rows = range(queries.start * group, queries.end * group)[slice(*part.rows)]
+                cols = range(*keys)[slice(*part.cols)]
                 assert (rows.start, rows.stop) == (part.queries.start * group, part.queries.end * group)
                 assert (cols.start, cols.stop) == part.keys
     assert torch.equal(covered, visible.to(torch.uint8))
@@ -87,9 +89,26 @@ def test_hide_writes_over_the_hidden_pairs_alone(seqlen_q, seqlen_k, left, right
         for _, tiles in tile.tiles_of_queries(spec, queries):
             for part in (part for part in tiles if part.masked):
                 seen = visible[slice(*part.queries), slice(*part.keys)].repeat_interleave(group, 0)
-                x = torch.where(seen, 1.0, torch.nan)
-                tile.hide_(spec, part, x, value)
-                assert torch.equal(x, torch.where(seen, 1.0, value))
+                for heads in ((), (2,)):
+                    x = torch.where(seen, 1.0, torch.nan).repeat(*heads, 1, 1)
+                    tile.hide_(spec, part, x, value)
+                    assert torch.equal(x, torch.where(seen, 1.0, value).expand_as(x))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 1500), windows, st.integers(1, 64))
+def test_groups_take_every_head_once(batch, heads, length, right, each):
+    spec = spec_of(length, length, batch=batch, heads_q=heads, heads_k=heads, right=right)
+    taken = [(group.batch, head) for group in tile.head_groups(spec, each) for head in range(group.start, group.end)]
+    assert taken == [(element, head) for element in range(batch) for head in range(heads)]
+
+
+def test_the_parts_of_a_tile_take_every_head_once():
+    spec = spec_of(1300, 1300, heads_q=7, heads_k=7, right=0)
+    for _, tiles in tile.tiles_of_queries(spec, tile.query_blocks(spec)[0]):
+        for part in tiles:
+            at_once = part.heads_at_once(7)
+            assert [head for x in at_once for head in (range(*x) if isinstance(x, tuple) else [x])] == list(range(7))
 
 
 def test_extra_memory_is_linear_in_the_length(monkeypatch, thread_count):

@@ -120,9 +120,17 @@ class _RowSums:
         else:
             minus_delta.copy_(of_queries(spec, self.dlse, heads, queries))
         if given.dout is not None:
-            dout, out = self._padded("dout", given.dout, heads, queries), self._padded("out", self.out, heads, queries)
-            dots = torch.bmm(dout, out.transpose(1, 2)).diagonal(dim1=1, dim2=2).reshape(len(lse), -1)
-            minus_delta -= dots[:, : lse[0].numel()].view(lse.shape)
+            minus_delta -= self._row_dots(given.dout, heads, queries).view(lse.shape)
+
+    def _row_dots(self, dout: Tensor, heads: Heads, queries: Block) -> Tensor:
+        """rowsum(dO o O) (h, R), summed in the order of dP's products, so that what is equal cancels in dP - D."""
+        if _vectors(self.spec):
+            dout, out = (of_queries(self.spec, x, heads, queries).to(self.spec.lse_dtype) for x in (dout, self.out))
+            return (dout * out).sum(-1)
+        dout, out = self._padded("dout", dout, heads, queries), self._padded("out", self.out, heads, queries)
+        products = self.scratch("products", dout.dtype, len(dout), DOT_ROWS, DOT_ROWS)  # autocast keeps off `out=`
+        dots = torch.bmm(dout, out.mT, out=products).diagonal(dim1=1, dim2=2)
+        return dots.reshape(heads.end - heads.start, -1)[:, : len(queries) * self.spec.group]
 
     def _padded(self, name: str, x: Tensor, heads: Heads, queries: Block) -> Tensor:
         """Rows of x (B, Sq, Hq, Dv), up to a multiple of DOT_ROWS in each head: (blocks, DOT_ROWS, Dv)."""
@@ -132,6 +140,11 @@ class _RowSums:
         padded[:, :rows].view(x.shape).copy_(x)
         padded[:, rows:] = 0
         return padded.view(-1, DOT_ROWS, x.shape[3])
+
+
+def _vectors(spec: AttentionSpec) -> bool:
+    """Whether S is a row or a column: products with a vector sum in an order of their own."""
+    return spec.seqlen_q * spec.group == 1 or spec.seqlen_k == 1
 
 
 def _rows_of(spec: AttentionSpec, heads: Heads, queries: Block) -> tuple[int, slice, slice]:
@@ -250,7 +263,11 @@ class _KeyBlocks:
         else:
             scratch.add_product(columns.dv.mT, rows.dout.mT, scratch.converted("operand", product, p))  # line 12
             ds = scratch("ds", self.exact, *shape)
-            if product == self.exact:
+            if product == self.exact and _vectors(spec):
+                torch.sum(rows.dout.unsqueeze(-2) * columns.v.unsqueeze(-3), -1, out=ds).add_(
+                    rows.minus_delta
+                )  # line 13
+            elif product == self.exact:
                 _product_minus(rows.minus_delta, rows.dout, columns.v.mT, ds)  # line 13
             else:
                 ds.copy_(torch.matmul(rows.dout, columns.v.mT, out=scratch("operand", product, *shape)))

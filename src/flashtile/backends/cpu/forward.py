@@ -19,7 +19,6 @@ from ...spec import AttentionSpec
 from . import workers
 from .tile import (
     LOG2_E,
-    ROWS,
     Block,
     Heads,
     Parts,
@@ -38,8 +37,12 @@ from .tile import (
 )
 
 # Scores up to here need no running maximum: exp and its sums stay far from the ends of float32 and bfloat16, and the
-# rounding of the exponent, which m = 0 leaves in P, is below 2e-6.
+# rounding of the exponent, which m = 0 leaves in P, is below 2e-6. That is little beside the errors of a long row, and
+# much beside those of a row of so few keys: with one key P should be 1, as it is with a maximum.
 SAFE_SCORE = 24.0
+FEW_KEYS = 64
+# What counts as a step of decoding: queries of one key head.
+DECODING_ROWS = 16
 
 
 def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,7 @@ class _Rows(NamedTuple):
     q: Tensor  # (h, R, D)
     o: Tensor  # (h, R, Dv)
     ell: Tensor  # (h, R, 1)
-    minus_m: Tensor  # (h, R, 1), in units of log 2
+    m: Tensor  # (h, R, 1)
 
 
 class _Columns(NamedTuple):
@@ -97,17 +100,18 @@ class _QueryBlocks:
         rows.o.div_(rows.ell)  # line 12
         rows.o[:, : max(0, without_keys(spec) - queries.start) * spec.group] = 0
         # line 13, in float64: one rounding at the end
-        l_i = (rows.ell.double().log2() - rows.minus_m).div_(self.log2_e)
+        l_i = rows.ell.double().log2().div_(self.log2_e).add_(rows.m)
         out.copy_(rows.o.view(out.shape))  # line 14
         lse.copy_(l_i.view(lse.shape))  # line 15
 
     def _load_keys(self, k: Tensor, v: Tensor) -> dict[Block, Parts]:
         """Line 7: the blocks of K (h, Sk, D) and V (h, Sk, Dv) of some key heads, in the dtypes of products.
 
-        Where several blocks of queries read them also contiguous, for products 3 % faster.
+        Contiguous, as in the backward pass, so that it finds the same scores; products are 3 % faster for it too. A
+        decoding step has no gradient, and the copy would be most of its time.
         """
         scratch, spec = self.scratch, self.spec
-        if spec.seqlen_q * spec.group >= ROWS:
+        if spec.seqlen_q * spec.group > DECODING_ROWS:
             k, v = scratch("k", self.exact, *k.shape).copy_(k), scratch("v", self.product, *v.shape).copy_(v)
         else:
             k, v = scratch.converted("k", self.exact, k), scratch.converted("v", self.product, v)
@@ -121,37 +125,36 @@ class _QueryBlocks:
         scratch, spec, exact = self.scratch, self.spec, self.exact
         q_i = scratch("q", exact, *q.shape).copy_(q).mul_(query_factor(spec)).flatten(1, 2)  # line 4
         o_i = scratch("o", exact, *q_i.shape[:2], spec.head_dim_v).zero_()  # line 5
-        ell, minus_m = scratch("l, m", exact, 2, *q_i.shape[:2], 1).zero_()
-        rows = _Rows(q_i, o_i, ell, minus_m)
+        ell, m = scratch("l, m", exact, 2, *q_i.shape[:2], 1).zero_()
+        rows = _Rows(q_i, o_i, ell, m)
         longest = torch.linalg.vector_norm(q_i, dim=-1).amax(1).mul_(longest_keys).max().item()
-        if longest * (spec.softcap or 1.0) <= SAFE_SCORE:  # a NaN is not
-            if spec.softcap == 0:
-                q_i.mul_(self.log2_e)
+        last_sees = spec.visible_keys(spec.seqlen_q - 1)
+        if longest * (spec.softcap or 1.0) <= SAFE_SCORE and last_sees[1] - last_sees[0] > FEW_KEYS:  # a NaN is not
             return rows, self._bounded_step
-        minus_m.fill_(torch.finfo(exact).max)  # not inf: rows without keys stay clear of NaN
+        m.fill_(torch.finfo(exact).min / 2)  # not -inf: rows without keys stay clear of NaN
         return rows, self._online_step
 
-    def _scores(self, q: Tensor, k: Tensor, unit: float) -> Tensor:
-        """Line 8. Without a soft cap `unit` is in q already."""
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Line 8."""
         s = torch.matmul(q, k.mT, out=self.scratch("scores", self.exact, *q.shape[:-1], k.shape[-2]))
-        return s.tanh_().mul_(self.spec.softcap * unit) if self.spec.softcap > 0 else s
+        return s.tanh_().mul_(self.spec.softcap) if self.spec.softcap > 0 else s
 
     def _online_step(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
         """Lines 8 to 10."""
-        s = self._scores(rows.q, columns.k, unit=1.0)
+        s = self._scores(rows.q, columns.k)
         if tile.masked:
             hide_(self.spec, tile, s, -math.inf)
-        minus_m = torch.minimum(rows.minus_m, s.amax(-1, keepdim=True).mul_(-self.log2_e))  # line 9
-        p = torch.add(minus_m, s, alpha=self.log2_e, out=s).exp2_()  # exp(S - m): the subtraction changes the base
-        shrink = (minus_m - rows.minus_m).exp2_()
-        rows.minus_m.copy_(minus_m)
+        m = torch.maximum(rows.m, s.amax(-1, keepdim=True))  # line 9
+        p = torch.add(m * -self.log2_e, s, alpha=self.log2_e, out=s).exp2_()  # the subtraction changes the base as well
+        shrink = rows.m.sub_(m).mul_(self.log2_e).exp2_()
         rows.ell.mul_(shrink).add_(p.sum(-1, keepdim=True))
         rows.o.mul_(shrink)  # line 10
+        rows.m.copy_(m)
         self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), columns.v)
 
     def _bounded_step(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
         """Lines 8 to 10 where m = 0 throughout, so that nothing has to be found, subtracted or rescaled."""
-        p = self._scores(rows.q, columns.k, unit=self.log2_e).exp2_()
+        p = self._scores(rows.q, columns.k).mul_(self.log2_e).exp2_()
         if tile.masked:
             hide_(self.spec, tile, p, 0.0)
         rows.ell.add_(p.sum(-1, keepdim=True))
