@@ -86,15 +86,6 @@ EVERY_CASE = {name: (case, 1.0) for name, case in CASES.items()} | AMPLITUDES
 """name: (spec, amplitude of q)"""
 
 
-OVER_BUDGET = pytest.mark.xfail(
-    reason="float32 with one key: dP - D should cancel exactly and does not; gradients over the budget"
-)
-KNOWN_MISSES = {
-    ("cpu", "one-pair"): OVER_BUDGET,
-}
-"""What is wrong today and known to be: shown in every run, and to be mended."""
-
-
 def takes(run: str, dtype: torch.dtype) -> bool:
     """Whether a backend computes in a dtype at all; test_dispatch tests that it says so."""
     unsupported = {"triton-interpreted": (BF16, DOUBLE), "triton-gpu": (DOUBLE,)}
@@ -108,7 +99,7 @@ def on_every_backend(cases: dict[str, tuple]) -> list:
             *run.values,
             *case,
             id=f"{run.id}-{name}",
-            marks=[*run.marks, *filter(None, [KNOWN_MISSES.get((run.id, name))])],
+            marks=run.marks,
         )
         for run in RUNS
         for name, case in cases.items()

@@ -18,9 +18,7 @@ from flashtile.testing import Result, errors, make_inputs
 CPU = torch.device("cpu")
 
 
-def spec_of(
-    seqlen_q, seqlen_k, *, batch=1, heads_q=2, heads_k=2, head_dim=16, dtype=torch.float32, left=-1, right=-1
-):
+def spec_of(seqlen_q, seqlen_k, *, batch=1, heads_q=2, heads_k=2, head_dim=16, dtype=torch.float32, left=-1, right=-1):
     return AttentionSpec(
         batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim, dtype, head_dim**-0.5, left, right
     )  # fmt: skip

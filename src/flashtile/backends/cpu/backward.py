@@ -23,11 +23,10 @@ from .tile import (
     Parts,
     Scratch,
     Tile,
+    by_key_head,
     head_groups,
     hide_,
     key_blocks,
-    of_keys,
-    of_queries,
     product_dtype,
     product_plus,
     query_blocks,
@@ -56,25 +55,36 @@ def backward(
     groups = head_groups(spec, each=1)
     runs = _key_runs(spec, len(groups))
     exact, scratch = spec.lse_dtype, Scratch()
-    shape = (spec.batch, spec.heads_k, spec.seqlen_q * spec.group)
-    given = _Given(
-        q, k, v, dout,
+    shape = (spec.batch, spec.heads_k, spec.seqlen_q, spec.group)
+    given = _Tensors(
+        by_key_head(spec, q),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        None if dout is None else by_key_head(spec, dout),
         scratch("minus_lse", exact, *shape, 1),
         scratch("minus_delta", exact, *shape, 1),
         scratch("dq_sums", exact, len(runs), *shape, spec.head_dim),
-    )  # fmt: skip
-    row_sums = itertools.product(groups, query_blocks(spec))
-    workers.run(lambda: _RowSums(spec, given, out, lse, dlse), row_sums)
-    workers.run(lambda: _KeyBlocks(spec, given, dk, dv), itertools.product(groups, enumerate(runs)))
+        dk.transpose(1, 2),
+        dv.transpose(1, 2),
+    )
+    row_sums = _RowSums(
+        spec,
+        given,
+        by_key_head(spec, out),
+        by_key_head(spec, lse.transpose(1, 2)),
+        None if dlse is None else by_key_head(spec, dlse.transpose(1, 2)),
+    )
+    workers.run(lambda: row_sums, itertools.product(groups, query_blocks(spec)))
+    workers.run(lambda: _KeyBlocks(spec, given), itertools.product(groups, enumerate(runs)))
+    dq_heads = by_key_head(spec, dq)
 
-    def sum_dq(heads: Heads) -> None:
-        first, *others = given.dq_sums[:, heads.batch, heads.start : heads.end]
+    def sum_dq(heads: Heads, queries: Block) -> None:
+        first, *others = (heads.of(dq_sum, queries) for dq_sum in given.dq_sums)
         for other in others:
             first += other
-        dq_heads = of_queries(spec, dq, heads, Block(0, spec.seqlen_q))
-        dq_heads.copy_(first.mul_(spec.softmax_scale).view(dq_heads.shape))
+        heads.of(dq_heads, queries).copy_(first.mul_(spec.softmax_scale))
 
-    workers.run(lambda: sum_dq, [(heads,) for heads in groups])
+    workers.run(lambda: sum_dq, itertools.product(groups, query_blocks(spec)))
     return dq, dk, dv
 
 
@@ -89,67 +99,58 @@ def _key_runs(spec: AttentionSpec, groups: int) -> list[_KeyRun]:
     return [blocks[first::count] for first in range(count)]
 
 
-class _Given(NamedTuple):
-    """What the loop over keys reads, None for a dout of zero, and the sums of dQ, which it writes."""
+class _Tensors(NamedTuple):
+    """What the loop over keys reads, None for a dout of zero, and what it writes, as views."""
 
-    q: Tensor  # (B, Sq, Hq, D)
-    k: Tensor
-    v: Tensor
-    dout: Tensor | None  # (B, Sq, Hq, Dv)
-    minus_lse: Tensor  # (B, Hk, Sq * G, 1)
-    minus_delta: Tensor  # (B, Hk, Sq * G, 1)
-    dq_sums: Tensor  # (runs, B, Hk, Sq * G, D)
+    q: Tensor  # (B, Hk, Sq, G, D)
+    k: Tensor  # (B, Hk, Sk, D)
+    v: Tensor  # (B, Hk, Sk, Dv)
+    dout: Tensor | None  # (B, Hk, Sq, G, Dv)
+    minus_lse: Tensor  # (B, Hk, Sq, G, 1)
+    minus_delta: Tensor  # (B, Hk, Sq, G, 1)
+    dq_sums: Tensor  # (runs, B, Hk, Sq, G, D)
+    dk: Tensor  # (B, Hk, Sk, D)
+    dv: Tensor  # (B, Hk, Sk, Dv)
 
 
 class _RowSums:
     """Line 4: D = rowsum(dO o O), for one block of queries after another; -D and -L are what tiles add."""
 
-    def __init__(self, spec: AttentionSpec, given: _Given, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        self.spec, self.given, self.out, self.scratch = spec, given, out, Scratch()
-        self.lse, self.dlse = lse.transpose(1, 2), None if dlse is None else dlse.transpose(1, 2)
+    def __init__(self, spec: AttentionSpec, given: _Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+        self.spec, self.given, self.out, self.lse, self.dlse = spec, given, out, lse, dlse
 
     def __call__(self, heads: Heads, queries: Block) -> None:
         """The gradient of lse enters dS like D, with the opposite sign."""
-        spec, given = self.spec, self.given
-        rows = _rows_of(spec, heads, queries)
-        lse = of_queries(spec, self.lse, heads, queries)  # (h, M, G)
-        minus_lse, minus_delta = given.minus_lse[rows].view(lse.shape), given.minus_delta[rows].view(lse.shape)
-        torch.neg(lse, out=minus_lse)
+        given = self.given
+        heads.of(given.minus_lse, queries).copy_(heads.of(self.lse, queries).unsqueeze(-1)).neg_()
+        minus_delta = heads.of(given.minus_delta, queries)  # (h, M, G, 1)
         if self.dlse is None:
             minus_delta.zero_()
         else:
-            minus_delta.copy_(of_queries(spec, self.dlse, heads, queries))
+            minus_delta.copy_(heads.of(self.dlse, queries).unsqueeze(-1))
         if given.dout is not None:
-            minus_delta -= self._row_dots(given.dout, heads, queries).view(lse.shape)
+            minus_delta -= self._row_dots(heads.of(given.dout, queries), heads.of(self.out, queries))
 
-    def _row_dots(self, dout: Tensor, heads: Heads, queries: Block) -> Tensor:
-        """rowsum(dO o O) (h, R), summed in the order of dP's products, so that what is equal cancels in dP - D."""
+    def _row_dots(self, dout: Tensor, out: Tensor) -> Tensor:
+        """rowsum(dO o O) (h, M, G, 1), in the order of dP's products, so that what is equal cancels in dP - D."""
         if _vectors(self.spec):
-            dout, out = (of_queries(self.spec, x, heads, queries).to(self.spec.lse_dtype) for x in (dout, self.out))
-            return (dout * out).sum(-1)
-        dout, out = self._padded("dout", dout, heads, queries), self._padded("out", self.out, heads, queries)
-        products = self.scratch("products", dout.dtype, len(dout), DOT_ROWS, DOT_ROWS)  # autocast keeps off `out=`
-        dots = torch.bmm(dout, out.mT, out=products).diagonal(dim1=1, dim2=2)
-        return dots.reshape(heads.end - heads.start, -1)[:, : len(queries) * self.spec.group]
-
-    def _padded(self, name: str, x: Tensor, heads: Heads, queries: Block) -> Tensor:
-        """Rows of x (B, Sq, Hq, Dv), up to a multiple of DOT_ROWS in each head: (blocks, DOT_ROWS, Dv)."""
-        x = of_queries(self.spec, x, heads, queries)  # (h, M, G, Dv)
-        rows = x.shape[1] * x.shape[2]
-        padded = self.scratch(name, self.spec.lse_dtype, len(x), rows + -rows % DOT_ROWS, x.shape[3])
-        padded[:, :rows].view(x.shape).copy_(x)
-        padded[:, rows:] = 0
-        return padded.view(-1, DOT_ROWS, x.shape[3])
+            return (dout.to(self.spec.lse_dtype) * out).sum(-1, keepdim=True)
+        heads, length, group = dout.shape[:3]
+        rows = length * group
+        scratch, blocks = Scratch(), -(-rows // DOT_ROWS)
+        padded = scratch("dout and out", self.spec.lse_dtype, 2, heads, blocks * DOT_ROWS, dout.shape[3])
+        for copy, x in zip(padded, (dout, out), strict=True):
+            copy[:, :rows].view(x.shape).copy_(x)
+            copy[:, rows:] = 0
+        dout, out = padded.view(2, heads * blocks, DOT_ROWS, -1)
+        products = scratch("products", dout.dtype, len(dout), DOT_ROWS, DOT_ROWS)
+        dots = torch.bmm(dout, out.mT, out=products).diagonal(dim1=1, dim2=2)  # with out=, autocast keeps off
+        return dots.reshape(heads, -1)[:, :rows].view(heads, length, group, 1)
 
 
 def _vectors(spec: AttentionSpec) -> bool:
     """Whether S is a row or a column: products with a vector sum in an order of their own."""
     return spec.seqlen_q * spec.group == 1 or spec.seqlen_k == 1
-
-
-def _rows_of(spec: AttentionSpec, heads: Heads, queries: Block) -> tuple[int, slice, slice]:
-    """Where the rows of a block stand in (B, Hk, Sq * G, ...)."""
-    return heads.batch, slice(heads.start, heads.end), slice(queries.start * spec.group, queries.end * spec.group)
 
 
 class _Rows(NamedTuple):
@@ -176,8 +177,8 @@ class _Columns(NamedTuple):
 class _KeyBlocks:
     """Lines 5 to 19 for one run of key blocks after another."""
 
-    def __init__(self, spec: AttentionSpec, given: _Given, dk: Tensor, dv: Tensor) -> None:
-        self.spec, self.given, self.dk, self.dv = spec, given, dk, dv
+    def __init__(self, spec: AttentionSpec, given: _Tensors) -> None:
+        self.spec, self.given = spec, given
         self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
         # dK = softmax_scale dS^T Q; where Q is the one scaled for the scores, it holds softmax_scale / softcap already
         self.dk_factor = spec.softmax_scale if self.product != self.exact else spec.softcap or 1.0
@@ -196,33 +197,33 @@ class _KeyBlocks:
                 for tile in tiles:
                     for part in tile.heads_at_once(heads.end - heads.start):
                         self._tile(tile, row_parts(part, tile.rows), column_parts(part, tile.cols))
-            of_keys(self.dk, heads, keys).copy_(column_parts.whole.dk.mul_(self.dk_factor))  # line 18
-            of_keys(self.dv, heads, keys).copy_(column_parts.whole.dv)
+            heads.of(self.given.dk, keys).copy_(column_parts.whole.dk.mul_(self.dk_factor))  # line 18
+            heads.of(self.given.dv, keys).copy_(column_parts.whole.dv)
 
     def _row_block(self, heads: Heads, queries: Block, dq: Tensor) -> tuple[Callable[[], None], Parts]:
         """Line 9: what loads a block of queries into the operands, contiguous and in the dtypes of products."""
         given, scratch, factor = self.given, self.scratch, query_factor(self.spec)
-        rows = _rows_of(self.spec, heads, queries)
-        q = of_queries(self.spec, given.q, heads, queries)  # (h, M, G, D)
+        q = heads.of(given.q, queries)  # (h, M, G, D)
+        dout = None if given.dout is None else heads.of(given.dout, queries)
         q_scaled = scratch("q_scaled", self.exact, *q.shape)
         q_product = q_scaled if self.product == self.exact else scratch("q", self.product, *q.shape)
-        dout = None if given.dout is None else of_queries(self.spec, given.dout, heads, queries)
         do_product = None if dout is None else scratch("dout", self.product, *dout.shape)
 
         def load() -> None:
             q_scaled.copy_(q).mul_(factor)
             if q_product is not q_scaled:
                 q_product.copy_(q)
-            if do_product is not None:
+            if dout is not None and do_product is not None:
                 do_product.copy_(dout)
 
-        operands = (None if x is None else x.flatten(1, 2) for x in (q_scaled, q_product, do_product))
-        return load, Parts(_Rows(*operands, given.minus_lse[rows], given.minus_delta[rows], dq[rows]))
+        sums = (heads.of(x, queries).flatten(1, 2) for x in (given.minus_lse, given.minus_delta, dq))
+        do_rows = None if do_product is None else do_product.flatten(1, 2)
+        return load, Parts(_Rows(q_scaled.flatten(1, 2), q_product.flatten(1, 2), do_rows, *sums))
 
     def _load_columns(self, heads: Heads, keys: Block) -> Parts:
         """Lines 6 and 7."""
         scratch, exact, product = self.scratch, self.exact, self.product
-        k, v = of_keys(self.given.k, heads, keys), of_keys(self.given.v, heads, keys)
+        k, v = heads.of(self.given.k, keys), heads.of(self.given.v, keys)
         parts = self.column_parts.get(k.shape)
         if parts is None:
             k_scores = scratch("k_scores", exact, *k.shape)

@@ -24,11 +24,10 @@ from .tile import (
     Parts,
     Scratch,
     Tile,
+    by_key_head,
     head_groups,
     hide_,
     key_blocks,
-    of_keys,
-    of_queries,
     product_dtype,
     query_blocks,
     query_factor,
@@ -52,9 +51,25 @@ def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     # line 3, in parallel; the last query blocks first, as they see most keys under a causal mask
     all_blocks = [(queries, tiles_of_queries(spec, queries)) for queries in reversed(query_blocks(spec))]
     tasks = itertools.product(head_groups(spec, each=len(all_blocks)), all_blocks)
-    longest_keys = _longest_rows(k, spec.lse_dtype)
-    workers.run(lambda: _QueryBlocks(spec, q, k, v, out, lse, longest_keys), tasks)
+    tensors = _Tensors(
+        by_key_head(spec, q),
+        by_key_head(spec, out),
+        by_key_head(spec, lse.transpose(1, 2)),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+    )
+    workers.run(lambda: _QueryBlocks(spec, tensors), tasks)
     return out, lse
+
+
+class _Tensors(NamedTuple):
+    """What is read and written, as views."""
+
+    q: Tensor  # (B, Hk, Sq, G, D)
+    out: Tensor  # (B, Hk, Sq, G, Dv)
+    lse: Tensor  # (B, Hk, Sq, G)
+    k: Tensor  # (B, Hk, Sk, D)
+    v: Tensor  # (B, Hk, Sk, Dv)
 
 
 class _Rows(NamedTuple):
@@ -63,7 +78,7 @@ class _Rows(NamedTuple):
     q: Tensor  # (h, R, D)
     o: Tensor  # (h, R, Dv)
     ell: Tensor  # (h, R, 1)
-    m: Tensor  # (h, R, 1)
+    minus_m: Tensor  # (h, R, 1), in units of log 2: rounded as it enters P, so that line 13 takes out what came in
 
 
 class _Columns(NamedTuple):
@@ -76,22 +91,18 @@ class _Columns(NamedTuple):
 class _QueryBlocks:
     """Lines 4 to 15 for one block of queries after another."""
 
-    def __init__(
-        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, longest_keys: Tensor
-    ) -> None:
-        self.spec, self.q, self.k, self.v, self.out, self.lse = spec, q, k, v, out, lse.transpose(1, 2)
-        self.longest_keys = longest_keys  # (B, Hk)
+    def __init__(self, spec: AttentionSpec, tensors: _Tensors) -> None:
+        self.spec, self.tensors = spec, tensors
         self.exact, self.product, self.scratch = spec.lse_dtype, product_dtype(spec), Scratch()
         self.log2_e = LOG2_E[self.exact]
         self.heads: Heads | None = None
 
     def __call__(self, heads: Heads, block: tuple[Block, list[tuple[Block, list[Tile]]]]) -> None:
         spec, (queries, tiles_by_keys) = self.spec, block
-        q, out, lse = (of_queries(spec, x, heads, queries) for x in (self.q, self.out, self.lse))  # (h, M, G, ...)
+        q, out, lse = (heads.of(x, queries) for x in self.tensors[:3])  # (h, M, G, ...)
         if self.heads != heads:
-            self.heads = heads
-            self.columns = self._load_keys(of_keys(self.k, heads), of_keys(self.v, heads))
-        rows, step = self._start(q, self.longest_keys[heads.batch, heads.start : heads.end])
+            self._load_keys(heads)
+        rows, step = self._start(q)
         row_parts = Parts(rows)
         for keys, tiles in tiles_by_keys:  # line 6
             for tile in tiles:
@@ -100,24 +111,26 @@ class _QueryBlocks:
         rows.o.div_(rows.ell)  # line 12
         rows.o[:, : max(0, without_keys(spec) - queries.start) * spec.group] = 0
         # line 13, in float64: one rounding at the end
-        l_i = rows.ell.double().log2().div_(self.log2_e).add_(rows.m)
+        l_i = (rows.ell.double().log2() - rows.minus_m).div_(self.log2_e)
         out.copy_(rows.o.view(out.shape))  # line 14
         lse.copy_(l_i.view(lse.shape))  # line 15
 
-    def _load_keys(self, k: Tensor, v: Tensor) -> dict[Block, Parts]:
+    def _load_keys(self, heads: Heads) -> None:
         """Line 7: the blocks of K (h, Sk, D) and V (h, Sk, Dv) of some key heads, in the dtypes of products.
 
         Contiguous, as in the backward pass, so that it finds the same scores; products are 3 % faster for it too. A
         decoding step has no gradient, and the copy would be most of its time.
         """
         scratch, spec = self.scratch, self.spec
+        k, v = (heads.of(x, Block(0, spec.seqlen_k)) for x in (self.tensors.k, self.tensors.v))
         if spec.seqlen_q * spec.group > DECODING_ROWS:
             k, v = scratch("k", self.exact, *k.shape).copy_(k), scratch("v", self.product, *v.shape).copy_(v)
         else:
             k, v = scratch.converted("k", self.exact, k), scratch.converted("v", self.product, v)
-        return {keys: Parts(_Columns(k[:, slice(*keys)], v[:, slice(*keys)])) for keys in key_blocks(spec)}
+        self.heads, self.longest_key = heads, _longest_row(k)
+        self.columns = {keys: Parts(_Columns(k[:, slice(*keys)], v[:, slice(*keys)])) for keys in key_blocks(spec)}
 
-    def _start(self, q: Tensor, longest_keys: Tensor) -> tuple[_Rows, Callable[[Tile, _Rows, _Columns], None]]:
+    def _start(self, q: Tensor) -> tuple[_Rows, Callable[[Tile, _Rows, _Columns], None]]:
         """The rows of q (h, M, G, D), and the step of line 9 that they need.
 
         |s| <= |q| |k|, with softcap too. Where that shows that exp(s) stays in range, m = 0 will do.
@@ -125,13 +138,13 @@ class _QueryBlocks:
         scratch, spec, exact = self.scratch, self.spec, self.exact
         q_i = scratch("q", exact, *q.shape).copy_(q).mul_(query_factor(spec)).flatten(1, 2)  # line 4
         o_i = scratch("o", exact, *q_i.shape[:2], spec.head_dim_v).zero_()  # line 5
-        ell, m = scratch("l, m", exact, 2, *q_i.shape[:2], 1).zero_()
-        rows = _Rows(q_i, o_i, ell, m)
-        longest = torch.linalg.vector_norm(q_i, dim=-1).amax(1).mul_(longest_keys).max().item()
-        last_sees = spec.visible_keys(spec.seqlen_q - 1)
-        if longest * (spec.softcap or 1.0) <= SAFE_SCORE and last_sees[1] - last_sees[0] > FEW_KEYS:  # a NaN is not
+        ell, minus_m = scratch("l, m", exact, 2, *q_i.shape[:2], 1).zero_()
+        rows = _Rows(q_i, o_i, ell, minus_m)
+        largest = _longest_row(q_i) * self.longest_key * (spec.softcap or 1.0)
+        first, end = spec.visible_keys(spec.seqlen_q - 1)
+        if largest <= SAFE_SCORE and end - first > FEW_KEYS:  # a NaN is not
             return rows, self._bounded_step
-        m.fill_(torch.finfo(exact).min / 2)  # not -inf: rows without keys stay clear of NaN
+        minus_m.fill_(torch.finfo(exact).max)  # not inf: rows without keys stay clear of NaN
         return rows, self._online_step
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -144,12 +157,12 @@ class _QueryBlocks:
         s = self._scores(rows.q, columns.k)
         if tile.masked:
             hide_(self.spec, tile, s, -math.inf)
-        m = torch.maximum(rows.m, s.amax(-1, keepdim=True))  # line 9
-        p = torch.add(m * -self.log2_e, s, alpha=self.log2_e, out=s).exp2_()  # the subtraction changes the base as well
-        shrink = rows.m.sub_(m).mul_(self.log2_e).exp2_()
+        minus_m = torch.minimum(rows.minus_m, s.amax(-1, keepdim=True).mul_(-self.log2_e))  # line 9
+        p = torch.add(minus_m, s, alpha=self.log2_e, out=s).exp2_()  # exp(S - m): the subtraction changes the base
+        shrink = (minus_m - rows.minus_m).exp2_()
         rows.ell.mul_(shrink).add_(p.sum(-1, keepdim=True))
         rows.o.mul_(shrink)  # line 10
-        rows.m.copy_(m)
+        rows.minus_m.copy_(minus_m)
         self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), columns.v)
 
     def _bounded_step(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
@@ -161,8 +174,6 @@ class _QueryBlocks:
         self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), columns.v)
 
 
-def _longest_rows(k: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest norm of a key in each head of k (B, Sk, Hk, D): (B, Hk), 0 without keys."""
-    if k.shape[1] == 0:
-        return torch.zeros(k.shape[0], k.shape[2], dtype=dtype)
-    return torch.linalg.vector_norm(k, dim=-1, dtype=dtype).amax(1)
+def _longest_row(x: Tensor) -> float:
+    """The largest norm of a row of x (h, R, D); 0 if it has none."""
+    return torch.linalg.vector_norm(x, dim=-1).max().item() if x.shape[1] else 0.0

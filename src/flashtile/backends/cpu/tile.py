@@ -45,6 +45,10 @@ class Heads(NamedTuple):
     start: int
     end: int
 
+    def of(self, x: Tensor, inside: Block) -> Tensor:
+        """(h, M, G, ...) of x (B, Hk, Sq, G, ...), or (h, N, ...) of x (B, Hk, Sk, ...)."""
+        return x[self.batch, self.start : self.end, inside.start : inside.end]
+
 
 class Tile(NamedTuple):
     """Queries against keys; `masked` if some of these pairs are hidden. They lie at `rows` and `cols` of two blocks."""
@@ -181,15 +185,9 @@ def without_keys(spec: AttentionSpec) -> int:
     return min(spec.seqlen_q, max(0, -spec.offset - spec.window_right)) if spec.window_right >= 0 else 0
 
 
-def of_queries(spec: AttentionSpec, x: Tensor, heads: Heads, queries: Block) -> Tensor:
-    """(h, M, G, ...) of x (B, Sq, Hq, ...)."""
-    rows = x[heads.batch, queries.start : queries.end].unflatten(1, (spec.heads_k, spec.group))
-    return rows[:, heads.start : heads.end].transpose(0, 1)
-
-
-def of_keys(x: Tensor, heads: Heads, keys: Block | None = None) -> Tensor:
-    """(h, N, ...) of x (B, Sk, Hk, ...); of all keys if none are named."""
-    return x[heads.batch, slice(*keys) if keys is not None else slice(None), heads.start : heads.end].transpose(0, 1)
+def by_key_head(spec: AttentionSpec, x: Tensor) -> Tensor:
+    """A view (B, Hk, Sq, G, ...) of x (B, Sq, Hq, ...)."""
+    return x.unflatten(2, (spec.heads_k, spec.group)).transpose(1, 2)
 
 
 class Parts:
