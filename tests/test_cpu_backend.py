@@ -241,3 +241,13 @@ def test_autocast_leaves_the_products_alone():
     with torch.autocast("cpu", torch.bfloat16):
         result = run(spec, inputs)
     assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+def test_short_problems_repeat_bitwise_on_several_threads(thread_count):
+    """Memory that one thread still reads must not go to another."""
+    thread_count(2)
+    spec = spec_of(7, 33, batch=4, heads_q=4, dtype=torch.float64, right=0)
+    inputs = make_inputs(spec)
+    first = run(spec, inputs)
+    for _ in range(200):
+        assert all(torch.equal(x, y) for x, y in zip(run(spec, inputs), first, strict=True))

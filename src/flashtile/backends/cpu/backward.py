@@ -67,14 +67,9 @@ def backward(
         dk.transpose(1, 2),
         dv.transpose(1, 2),
     )
-    row_sums = _RowSums(
-        spec,
-        given,
-        by_key_head(spec, out),
-        by_key_head(spec, lse.transpose(1, 2)),
-        None if dlse is None else by_key_head(spec, dlse.transpose(1, 2)),
-    )
-    workers.run(lambda: row_sums, itertools.product(groups, query_blocks(spec)))
+    out, lse = by_key_head(spec, out), by_key_head(spec, lse.transpose(1, 2))
+    dlse = None if dlse is None else by_key_head(spec, dlse.transpose(1, 2))
+    workers.run(lambda: _RowSums(spec, given, out, lse, dlse), itertools.product(groups, query_blocks(spec)))
     workers.run(lambda: _KeyBlocks(spec, given), itertools.product(groups, enumerate(runs)))
     dq_heads = by_key_head(spec, dq)
 
@@ -117,7 +112,7 @@ class _RowSums:
     """Line 4: D = rowsum(dO o O), for one block of queries after another; -D and -L are what tiles add."""
 
     def __init__(self, spec: AttentionSpec, given: _Tensors, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        self.spec, self.given, self.out, self.lse, self.dlse = spec, given, out, lse, dlse
+        self.spec, self.given, self.out, self.lse, self.dlse, self.scratch = spec, given, out, lse, dlse, Scratch()
 
     def __call__(self, heads: Heads, queries: Block) -> None:
         """The gradient of lse enters dS like D, with the opposite sign."""
@@ -137,7 +132,7 @@ class _RowSums:
             return (dout.to(self.spec.lse_dtype) * out).sum(-1, keepdim=True)
         heads, length, group = dout.shape[:3]
         rows = length * group
-        scratch, blocks = Scratch(), -(-rows // DOT_ROWS)
+        scratch, blocks = self.scratch, -(-rows // DOT_ROWS)
         padded = scratch("dout and out", self.spec.lse_dtype, 2, heads, blocks * DOT_ROWS, dout.shape[3])
         for copy, x in zip(padded, (dout, out), strict=True):
             copy[:, :rows].view(x.shape).copy_(x)
