@@ -1,0 +1,68 @@
+"""Rings of shared-memory buffers between the warp that loads and the warpgroups that compute.
+
+A position counts the buffers that went through a ring; it names both the buffer and the phase of its two barriers, so
+that neither appears in a kernel's mathematics. Positions start at `Ring.first()`, so that the one before is valid.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .compat import aggregate
+
+
+@aggregate
+class Ring:
+    """`depth` slots of `parts` buffers each; a slot is full when its loads are done, empty when all readers say so."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    depth: gl.constexpr
+    parts: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, depth, parts):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.depth = gl.constexpr(depth)
+        self.parts = gl.constexpr(parts)
+
+    @gluon.jit
+    def await_empty(self, position):
+        """Producer: waits until the slot may be written; returns the barrier that its loads must complete."""
+        slot = position % self.depth
+        mbarrier.wait(self.empty.index(slot), ((position // self.depth) & 1) ^ 1)
+        return self.full.index(slot)
+
+    @gluon.jit
+    def await_full(self, position, pred=True):
+        """Consumer: waits until the slot is loaded."""
+        mbarrier.wait(self.full.index(position % self.depth), (position // self.depth) & 1, pred=pred)
+
+    @gluon.jit
+    def release(self, position, pred=True):
+        """Consumer: this warpgroup has read the slot."""
+        mbarrier.arrive(self.empty.index(position % self.depth), pred=pred)
+
+    @gluon.jit
+    def buffer(self, position, part: gl.constexpr):
+        """Buffer `part` of a slot, as it is loaded: (1, rows, 1, D)."""
+        return self.buffers.index((position % self.depth) * self.parts + part)
+
+    @gluon.jit
+    def first(self):
+        return 2 * self.depth
+
+
+@gluon.jit
+def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr):
+    """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups."""
+    buffers = gl.allocate_shared_memory(desc.dtype, [depth * parts] + desc.block_shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(depth):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=readers)
+    return Ring(buffers, full, empty, depth, parts)

@@ -1,0 +1,57 @@
+"""Tiles of the Hopper kernels, by head dim: frozen, checked, with the measured reason beside each number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...spec import AttentionSpec
+
+SHARED_BYTES = 227 * 1024  # of one multiprocessor, all of it for one program
+REGISTERS = 65536 // 128  # per thread of a warpgroup, to share between the warpgroups
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Warpgroups of tile_m rows each, key blocks of tile_n keys, and how many Q and K, V blocks are in flight."""
+
+    head_dim: int  # D and Dv as they lie in shared memory: a power of two
+    warpgroups: int
+    tile_n: int
+    q_stages: int
+    stages: int
+    compute_registers: int
+    load_registers: int = 24
+    tile_m: int = 64  # rows of one wgmma
+
+    def __post_init__(self) -> None:
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
+        if self.warpgroups not in (2, 3):
+            raise ValueError(f"warpgroups: got {self.warpgroups}; want 2 or 3")
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return self.warpgroups * self.tile_m
+
+    @property
+    def shared_bytes(self) -> int:
+        rows = (self.q_stages + 1) * self.rows  # Q, and O on its way out
+        barriers = 16 * (self.q_stages + 2 * self.stages)
+        return 2 * self.head_dim * (rows + 2 * self.stages * self.tile_n) + barriers
+
+
+D64 = Tiles(64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160)
+"""Three warpgroups hide more of the exponentials than two: 450-490 -> 540 TFLOP/s; there are registers for three."""
+D64_SHORT = Tiles(64, warpgroups=2, tile_n=128, q_stages=2, stages=4, compute_registers=240)
+"""Few tiles of 192 rows fill the chip badly: short causal problems run faster with 128."""
+D128 = Tiles(128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
+"""tile_n 128 rather than 64: 573 -> 640 TFLOP/s; Q in two stages, for the flat loop: up to +10 %."""
+
+
+def choose(spec: AttentionSpec) -> Tiles:
+    """The tiles for a spec of up to 128 dimensions."""
+    if max(spec.head_dim, spec.head_dim_v) > 64:
+        return D128
+    short = spec.seqlen_q <= (2048 if spec.window_right >= 0 else 512)
+    return D64_SHORT if short else D64

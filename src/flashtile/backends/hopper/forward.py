@@ -1,0 +1,363 @@
+"""FlashAttention-3 forward pass in Gluon, for Hopper (sm_90a).
+
+A persistent program per multiprocessor walks the tiles of its schedule. One warp loads by TMA; two or three
+warpgroups compute 64 rows each by WGMMA, S of key block j + 1 issued before the softmax of block j (section 3.2),
+and take turns on the matrix units (ping-pong, section 3.1). The walk is one flat loop: the first product of a tile runs
+under the last of the tile before, and its epilogue under the next softmax.
+
+Legend: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq) float32. A
+warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, TILE_DV) · m, l: (TILE_M,).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .channel import make_ring
+from .compat import aggregate, load_async, store_async
+
+LN2 = gl.constexpr(0.6931471805599453)
+FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
+
+
+@aggregate
+class Problem:
+    """One attention problem and how it is tiled."""
+
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    heads_q: gl.tensor
+    group: gl.tensor
+    window_left: gl.tensor
+    window_right: gl.tensor
+    unit: gl.tensor  # scores in base 2 are s * unit
+    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
+    schedule: gl.tensor  # (programs, rounds): how many tiles, then (batch * Hq + head) << 32 | m_block each
+    rounds: gl.tensor
+    WARPGROUPS: gl.constexpr
+    TILE_M: gl.constexpr
+    TILE_N: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    SOFTCAP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+    ):  # fmt: skip
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.heads_q = heads_q
+        self.group = group
+        self.window_left = window_left
+        self.window_right = window_right
+        self.unit = unit
+        self.cap_in = cap_in
+        self.schedule = schedule
+        self.rounds = rounds
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+        self.TILE_M = gl.constexpr(TILE_M)
+        self.TILE_N = gl.constexpr(TILE_N)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+
+    @gluon.jit
+    def tiles(self):
+        """(where this program's list of tiles starts, how many it has)."""
+        start = self.schedule + gl.program_id(0) * self.rounds
+        return start + 1, gl.load(start).to(gl.int32)
+
+    @gluon.jit
+    def place(self, entry):
+        """(batch, query head, m_block) of an entry of the schedule."""
+        head = (entry >> 32).to(gl.int32)
+        return head // self.heads_q, head % self.heads_q, (entry & 0xFFFFFFFF).to(gl.int32)
+
+    @gluon.jit
+    def key_blocks(self, m_block):
+        """(first, full_first, full_end, end): blocks first ... end hold every key that a tile sees, at least one;
+        of these, full_first ... full_end need no mask."""
+        rows: gl.constexpr = self.WARPGROUPS * self.TILE_M
+        offset = self.seqlen_k - self.seqlen_q
+        first_row = m_block * rows + offset
+        last_row = gl.minimum((m_block + 1) * rows, self.seqlen_q) - 1 + offset
+        seen_end = self.seqlen_k
+        full_end = self.seqlen_k // self.TILE_N
+        first = 0
+        full_first = 0
+        if self.HAS_RIGHT:
+            seen_end = gl.minimum(seen_end, gl.maximum(last_row + self.window_right + 1, 0))
+            full_end = gl.minimum(full_end, gl.maximum(first_row + self.window_right + 1, 0) // self.TILE_N)
+        if self.HAS_LEFT:
+            first = gl.maximum(first_row - self.window_left, 0) // self.TILE_N
+            full_first = (gl.maximum(last_row - self.window_left, 0) + self.TILE_N - 1) // self.TILE_N
+        end = gl.maximum((seen_end + self.TILE_N - 1) // self.TILE_N, first + 1)
+        full_first = gl.minimum(gl.maximum(full_first, first), end)
+        full_end = gl.maximum(full_end, full_first)
+        return first, full_first, full_end, end
+
+
+@gluon.jit
+def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
+    """The producer warp: Q of every tile, and its blocks of K and V from the last to the first."""
+    entries, n_tiles = p.tiles()
+    q_position = q_ring.first()
+    position = k_ring.first()
+    for t in range(n_tiles):
+        batch, head, m_block = p.place(gl.load(entries + t))
+        first, _, _, end = p.key_blocks(m_block)
+        row = m_block * (p.WARPGROUPS * p.TILE_M)
+        full = q_ring.await_empty(q_position)
+        mbarrier.expect(full, q_desc.block_type.nbytes * p.WARPGROUPS)
+        for part in gl.static_range(p.WARPGROUPS):
+            load_async(q_desc, [batch, row + part * p.TILE_M, head, 0], full, q_ring.buffer(q_position, part))
+        q_position += 1
+        head_k = head // p.group
+        for i in range(end - first):
+            col = (end - 1 - i) * p.TILE_N
+            full_k = k_ring.await_empty(position)
+            mbarrier.expect(full_k, k_desc.block_type.nbytes)
+            load_async(k_desc, [batch, col, head_k, 0], full_k, k_ring.buffer(position, 0))
+            full_v = v_ring.await_empty(position)
+            mbarrier.expect(full_v, v_desc.block_type.nbytes)
+            load_async(v_desc, [batch, col, head_k, 0], full_v, v_ring.buffer(position, 0))
+            position += 1
+
+
+@gluon.jit
+def matrix(buffer, dtype: gl.constexpr):
+    """A buffer (1, rows, 1, D) as a matrix (rows, D)."""
+    return buffer.reshape([buffer.shape[1], buffer.shape[3]])
+
+
+@gluon.jit
+def take_turn(warpgroup: gl.constexpr):
+    """Ping-pong: waits for this warpgroup's turn on the matrix units."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + warpgroup, 256], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Ping-pong: lets the next warpgroup issue its products."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + (warpgroup + 1) % WARPGROUPS, 256],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def tanh(x):
+    """tanh in float32: from exp2 away from zero, by its series near zero."""
+    e = gl.exp2(gl.abs(x) * -2.8853900817779268)
+    far = gl.where(x < 0, e - 1, 1 - e) / (1 + e)
+    x2 = x * x
+    near = x * (1 + x2 * (x2 * 0.13333333 - 0.33333333))
+    return gl.where(gl.abs(x) < 0.1, near, far)
+
+
+@gluon.jit
+def mask(p, s, row, col, row_layout: gl.constexpr):
+    """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants."""
+    rows = row + gl.arange(0, p.TILE_M, row_layout) + (p.seqlen_k - p.seqlen_q)
+    cols = gl.arange(0, p.TILE_N, gl.SliceLayout(0, s.type.layout))
+    last = gl.zeros_like(rows) + (p.seqlen_k - 1 - col)
+    if p.HAS_RIGHT:
+        last = gl.minimum(last, rows + (p.window_right - col))
+    s = gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
+    if p.HAS_LEFT:
+        s = gl.where(cols[None, :] >= (rows - (p.window_left + col))[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def row_sums_by_lane(x):
+    """Sums of the numbers of a row that lie in one thread: (TILE_M, 4), reduced once per tile and not per block."""
+    r = x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(r, axis=3), axis=1)
+
+
+@gluon.jit
+def softmax(p, s, m, row, col, MASKED: gl.constexpr, row_layout: gl.constexpr):
+    """P, the new maximum and the factor for what was summed so far (Algorithm 1 of FlashAttention-2, line 9)."""
+    if p.SOFTCAP:
+        s = tanh(s * p.cap_in)
+    if MASKED:
+        s = mask(p, s, row, col, row_layout)
+    m_new = gl.maximum(m, gl.max(s, axis=1))
+    shift = m_new * p.unit
+    if MASKED:
+        shift = gl.where(m_new == float("-inf"), 0.0, shift)  # a row that has seen no key yet
+    alpha = gl.exp2(m * p.unit - shift)
+    return gl.exp2(s * p.unit - shift[:, None]), m_new, alpha
+
+
+@gluon.jit
+def step(
+    p, warpgroup: gl.constexpr, q, o, p_prev, m, l, has_o, position, row, col, k_ring, v_ring, MASKED: gl.constexpr,
+    p_layout: gl.constexpr, row_layout: gl.constexpr,
+):  # fmt: skip
+    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs."""
+    zero = gl.zeros_like(p_prev)
+    k_ring.await_full(position)
+    take_turn(warpgroup)
+    s = warpgroup_mma(q, matrix(k_ring.buffer(position, 0), q.dtype).permute((1, 0)), zero, use_acc=False, is_async=True)
+    v_ring.await_full(position - 1)
+    pv = gl.convert_layout(p_prev.to(q.dtype), p_layout)
+    o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), q.dtype), o, use_acc=has_o, is_async=True)
+    pass_turn(warpgroup, p.WARPGROUPS)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    k_ring.release(position)
+    p_new, m_new, alpha = softmax(p, s, m, row, col, MASKED, row_layout)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    v_ring.release(position - 1)
+    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
+    return o, p_new, m_new, l
+
+
+@gluon.jit
+def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout: gl.constexpr):
+    """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
+    l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
+    empty = l_row == 0.0
+    inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
+    lse = gl.where(empty, float("-inf"), (m * p.unit + gl.log2(l_row)) * LN2)
+    o = o * inverse[:, None]
+    tma.store_wait(0)
+    matrix(out_buffer, out_desc.dtype).store(o.to(out_desc.dtype))
+    fence_async_shared()
+    store_async(out_desc, [batch, row, head, 0], out_buffer)
+    rows = row + gl.arange(0, p.TILE_M, row_layout)
+    at = (batch * p.heads_q + head).to(gl.int64) * p.seqlen_q
+    gl.store(lse_ptr + at + rows, lse, mask=rows < p.seqlen_q)
+
+
+@gluon.jit
+def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers):
+    """One warpgroup: TILE_M rows of every tile."""
+    WARPS: gl.constexpr = gl.num_warps()
+    D_V: gl.constexpr = out_desc.block_shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D_V, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    entries, n_tiles = p.tiles()
+    zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
+    o = gl.zeros([p.TILE_M, D_V], gl.float32, o_layout)
+    probs = zero
+    m = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
+    l = row_sums_by_lane(zero)
+    has_o = False
+    q_position = q_ring.first()
+    position = k_ring.first()
+    batch = 0
+    head = 0
+    row = 0
+    if warpgroup == p.WARPGROUPS - 1:
+        pass_turn(warpgroup, p.WARPGROUPS)
+    for t in range(n_tiles):
+        batch_new, head_new, m_block = p.place(gl.load(entries + t))
+        first, full_first, full_end, end = p.key_blocks(m_block)
+        row_new = m_block * (p.WARPGROUPS * p.TILE_M) + warpgroup * p.TILE_M
+        q = matrix(q_ring.buffer(q_position, warpgroup), out_desc.dtype)
+        # S of the first block, under the last O += P V of the tile before
+        q_ring.await_full(q_position)
+        k_ring.await_full(position)
+        take_turn(warpgroup)
+        k = matrix(k_ring.buffer(position, 0), out_desc.dtype)
+        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        v_ring.await_full(position - 1, pred=t > 0)
+        pv = gl.convert_layout(probs.to(out_desc.dtype), p_layout)
+        o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
+        pass_turn(warpgroup, p.WARPGROUPS)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        k_ring.release(position)
+        none = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
+        probs_new, m_new, _ = softmax(p, s, none, row_new, (end - 1) * p.TILE_N, True, row_layout)
+        l_new = row_sums_by_lane(probs_new)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        v_ring.release(position - 1, pred=t > 0)
+        if t > 0:
+            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
+        probs = probs_new
+        m = m_new
+        l = l_new
+        batch = batch_new
+        head = head_new
+        row = row_new
+        has_o = False
+        position += 1
+        # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
+        middle = gl.minimum(gl.maximum(full_end, first), end - 1)
+        last = gl.minimum(full_first, middle)
+        if p.HAS_RIGHT:
+            for i in range(end - 1 - middle):
+                col = (end - 2 - i) * p.TILE_N
+                o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
+                                      p_layout, row_layout)  # fmt: skip
+                has_o = True
+                position += 1
+        for i in range(middle - last):
+            o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
+                                  p_layout, row_layout)  # fmt: skip
+            has_o = True
+            position += 1
+        if p.HAS_LEFT:
+            for i in range(last - first):
+                col = (last - 1 - i) * p.TILE_N
+                o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
+                                      p_layout, row_layout)  # fmt: skip
+                has_o = True
+                position += 1
+        q_ring.release(q_position)
+        q_position += 1
+    if warpgroup == 0:
+        take_turn(warpgroup)
+    v_ring.await_full(position - 1)
+    pv = gl.convert_layout(probs.to(out_desc.dtype), p_layout)
+    o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
+    seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
+    WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
+    p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule_ptr, rounds,
+                WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
+    q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
+    k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
+    v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)
+    out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
+    # tuples inline: bound to a name they lose their constexprs
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+        ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (2, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+        ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

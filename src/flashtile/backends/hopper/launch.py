@@ -1,0 +1,112 @@
+"""From a spec and tensors to a running Hopper kernel: schedules, TMA descriptors, and what was compiled for a problem."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...spec import AttentionSpec
+from . import config
+from .forward import forward_kernel
+from .schedule import schedule
+
+LOG2E = 1.4426950408889634
+MAX_REMEMBERED = 4096  # problems, each with its compiled kernel and its schedule on the device
+
+
+def tma_refusal(x: Tensor) -> str | None:
+    """Why TMA cannot read x (B, S, H, D) where it lies; None if it can."""
+    if x.data_ptr() % 16:
+        return f"TMA wants tensors aligned to 16 bytes, one starts at {x.data_ptr() % 16} past"
+    *outer, last = x.stride()
+    if last != 1:
+        return f"TMA wants a last stride of 1, one tensor has {last}"
+    for size, stride in zip(x.shape, outer, strict=False):
+        if size > 1 and (stride <= 0 or stride * x.itemsize % 16 or stride * x.itemsize >= 1 << 40):
+            return f"TMA wants strides of a multiple of 16 bytes, one tensor has strides {tuple(x.stride())}"
+    return None
+
+
+@functools.cache
+def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, head_dim], element)
+
+
+def _descriptor(x: Tensor, rows: int, head_dim: int) -> TensorDescriptor:
+    """Blocks (1, rows, 1, head_dim) of x (B, S, H, D): what lies outside is read as zero and not written."""
+    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, head_dim], _layout(rows, head_dim, x.dtype))
+
+
+def _table(spec: AttentionSpec, tiles: config.Tiles, device: torch.device) -> Tensor:
+    """(programs, rounds) int64: how many tiles a program has, then (batch * Hq + head) << 32 | m_block each."""
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    lists = schedule(spec, tiles.rows, tiles.tile_n, programs)
+    rounds = 1 + max(map(len, lists))
+    rows = [[len(x), *(head << 32 | m_block for head, m_block in x), *[0] * (rounds - 1 - len(x))] for x in lists]
+    return torch.tensor(rows, dtype=torch.int64).to(device)
+
+
+class ForwardKernel:
+    """`forward_kernel` with what was compiled and scheduled for each problem."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, tuple[Any, Tensor, config.Tiles, tuple]] = {}
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Runs on the current stream of q's device."""
+        if q.device.index != torch.cuda.current_device():
+            with torch.cuda.device(q.device):
+                return self._run(spec, q, k, v, out, lse)
+        return self._run(spec, q, k, v, out, lse)
+
+    def _run(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        key = (spec, q.device.index)
+        known = self._known.get(key)
+        run, table, tiles, arguments = known or (None, *self._prepare(spec, q.device))
+        width = tiles.head_dim
+        tensors = (
+            _descriptor(q, tiles.tile_m, width), _descriptor(k, tiles.tile_n, width),
+            _descriptor(v, tiles.tile_n, width), _descriptor(out, tiles.tile_m, width), lse, table,
+        )  # fmt: skip
+        if run is not None:
+            run(*tensors, *arguments, stream=triton.runtime.driver.active.get_current_stream(q.device.index))
+            return
+        compiled = forward_kernel[(len(table),)](*tensors, *arguments, num_warps=4)
+        if len(self._known) >= MAX_REMEMBERED:
+            self._known.clear()
+        self._known[key] = compiled[(len(table), 1, 1)], table, tiles, arguments
+
+    def _prepare(self, spec: AttentionSpec, device: torch.device) -> tuple[Tensor, config.Tiles, tuple]:
+        tiles = config.choose(spec)
+        table = _table(spec, tiles, device)
+        if spec.softcap > 0:
+            unit, cap_in = spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
+        else:
+            unit, cap_in = spec.softmax_scale * LOG2E, 0.0
+        arguments = (
+            spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
+            table.shape[1], unit, cap_in,
+            tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
+            spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
+            tiles.compute_registers, tiles.load_registers,
+        )  # fmt: skip
+        return table, tiles, arguments
+
+
+FORWARD = ForwardKernel()
+
+
+def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32."""
+    out = q.new_empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v))
+    lse = q.new_empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32)
+    FORWARD(spec, q, k, v, out, lse)
+    return out, lse
