@@ -20,6 +20,7 @@ class Tiles:
     q_stages: int
     stages: int
     compute_registers: int
+    packed: bool = False  # P goes round the loop as pairs of 16-bit numbers
     load_registers: int = 24
     tile_m: int = 64  # rows of one wgmma
 
@@ -41,7 +42,7 @@ class Tiles:
         return 2 * self.head_dim * (rows + 2 * self.stages * self.tile_n) + barriers
 
 
-D64 = Tiles(64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160)
+D64 = Tiles(64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, packed=True)
 """Three warpgroups hide more of the exponentials than two: 450-490 -> 540 TFLOP/s; there are registers for three."""
 D64_SHORT = Tiles(64, warpgroups=2, tile_n=128, q_stages=2, stages=4, compute_registers=240)
 """Few tiles of 192 rows fill the chip badly: short causal problems run faster with 128."""

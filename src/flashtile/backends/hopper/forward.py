@@ -46,11 +46,12 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
+    PACKED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, PACKED,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -68,6 +69,7 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.PACKED = gl.constexpr(PACKED)
 
     @gluon.jit
     def tiles(self):
@@ -203,17 +205,45 @@ def softmax(p, s, m, row, col, MASKED: gl.constexpr, row_layout: gl.constexpr):
 
 
 @gluon.jit
+def pack(probs, dtype: gl.constexpr, PACKED: gl.constexpr):
+    """P as it goes round the loop: float32, or pairs of 16-bit numbers in an int32 where registers are short.
+
+    As a tensor of 16-bit numbers it would be taken apart and put together again on the way round.
+    """
+    if PACKED:
+        low, high = gl.split(probs.reshape([probs.shape[0], probs.shape[1] // 2, 2]))
+        CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32"
+        return gl.inline_asm_elementwise(
+            CONVERT + " $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return probs
+
+
+@gluon.jit
+def unpack(probs, dtype: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr):
+    """P as the left operand of a product."""
+    if PACKED:
+        low = (probs & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+        high = (probs >> 16).to(gl.int16).to(dtype, bitcast=True)
+        return gl.convert_layout(gl.join(low, high).reshape([probs.shape[0], 2 * probs.shape[1]]), layout)
+    else:
+        return gl.convert_layout(probs.to(dtype), layout)
+
+
+@gluon.jit
 def step(
-    p, warpgroup: gl.constexpr, q, o, p_prev, m, l, has_o, position, row, col, k_ring, v_ring, MASKED: gl.constexpr,
-    p_layout: gl.constexpr, row_layout: gl.constexpr,
+    p, warpgroup: gl.constexpr, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, MASKED: gl.constexpr,
+    s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """S of this block and O += P V of the block before, then the softmax of this one while the latter runs."""
-    zero = gl.zeros_like(p_prev)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
     s = warpgroup_mma(q, matrix(k_ring.buffer(position, 0), q.dtype).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_ring.await_full(position - 1)
-    pv = gl.convert_layout(p_prev.to(q.dtype), p_layout)
+    pv = unpack(probs, q.dtype, p_layout, p.PACKED)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), q.dtype), o, use_acc=has_o, is_async=True)
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
@@ -223,7 +253,7 @@ def step(
     o = warpgroup_mma_wait(0, deps=(o,))
     v_ring.release(position - 1)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
-    return o, p_new, m_new, l
+    return o, pack(p_new, q.dtype, p.PACKED), m_new, l
 
 
 @gluon.jit
@@ -255,7 +285,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     entries, n_tiles = p.tiles()
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     o = gl.zeros([p.TILE_M, D_V], gl.float32, o_layout)
-    probs = zero
+    probs = pack(zero, out_desc.dtype, p.PACKED)
     m = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
     l = row_sums_by_lane(zero)
     has_o = False
@@ -278,7 +308,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         k = matrix(k_ring.buffer(position, 0), out_desc.dtype)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         v_ring.await_full(position - 1, pred=t > 0)
-        pv = gl.convert_layout(probs.to(out_desc.dtype), p_layout)
+        pv = unpack(probs, out_desc.dtype, p_layout, p.PACKED)
         o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(1, deps=(s,))
@@ -290,7 +320,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         v_ring.release(position - 1, pred=t > 0)
         if t > 0:
             finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
-        probs = probs_new
+        probs = pack(probs_new, out_desc.dtype, p.PACKED)
         m = m_new
         l = l_new
         batch = batch_new
@@ -305,19 +335,19 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
             for i in range(end - 1 - middle):
                 col = (end - 2 - i) * p.TILE_N
                 o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
-                                      p_layout, row_layout)  # fmt: skip
+                                      s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         for i in range(middle - last):
             o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
-                                  p_layout, row_layout)  # fmt: skip
+                                  s_layout, p_layout)  # fmt: skip
             has_o = True
             position += 1
         if p.HAS_LEFT:
             for i in range(last - first):
                 col = (last - 1 - i) * p.TILE_N
                 o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
-                                      p_layout, row_layout)  # fmt: skip
+                                      s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         q_ring.release(q_position)
@@ -325,7 +355,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     if warpgroup == 0:
         take_turn(warpgroup)
     v_ring.await_full(position - 1)
-    pv = gl.convert_layout(probs.to(out_desc.dtype), p_layout)
+    pv = unpack(probs, out_desc.dtype, p_layout, p.PACKED)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
     finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
@@ -337,12 +367,12 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule_ptr, rounds,
-                WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
+                WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, PACKED)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)

@@ -95,7 +95,7 @@ class ForwardKernel:
             spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
             table.shape[1], unit, cap_in,
             tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
-            spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
+            spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, tiles.packed,
             tiles.compute_registers, tiles.load_registers,
         )  # fmt: skip
         return table, tiles, arguments
