@@ -14,8 +14,12 @@ RUNS = [
     pytest.param("cpu", "cpu", id="cpu"),
     pytest.param("triton", "cpu", id="triton-interpreted", marks=pytest.mark.interpreter),
     pytest.param("triton", "cuda", id="triton-gpu", marks=pytest.mark.gpu),
+    pytest.param("hopper", "cuda", id="hopper", marks=[pytest.mark.gpu, pytest.mark.hopper]),
 ]
 """(backend, device)"""
+
+FLOAT32_RUNS = [run for run in RUNS if run.id != "hopper"]
+"""Those that take float32, in which most behaviour is tested."""
 
 
 def spec(
@@ -86,10 +90,14 @@ EVERY_CASE = {name: (case, 1.0) for name, case in CASES.items()} | AMPLITUDES
 """name: (spec, amplitude of q)"""
 
 
-def takes(run: str, dtype: torch.dtype) -> bool:
-    """Whether a backend computes in a dtype at all; test_dispatch tests that it says so."""
+def takes(run: str, case: AttentionSpec) -> bool:
+    """Whether a backend computes a case at all; test_dispatch tests that it says so."""
+    if run == "hopper":
+        dims = (case.head_dim, case.head_dim_v)
+        shapes = max(dims) <= 128 and not any(dim % 8 for dim in dims) and min(case.seqlen_q, case.seqlen_k) > 0
+        return case.dtype in (HALF, BF16) and shapes and case.batch > 0 and case.softmax_scale > 0
     unsupported = {"triton-interpreted": (BF16, DOUBLE), "triton-gpu": (DOUBLE,)}
-    return dtype not in unsupported.get(run, ())
+    return case.dtype not in unsupported.get(run, ())
 
 
 def on_every_backend(cases: dict[str, tuple]) -> list:
@@ -103,5 +111,5 @@ def on_every_backend(cases: dict[str, tuple]) -> list:
         )
         for run in RUNS
         for name, case in cases.items()
-        if takes(run.id, case[0].dtype)
+        if takes(run.id, case[0])
     ]

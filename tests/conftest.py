@@ -14,12 +14,18 @@ hypothesis.settings.load_profile("flashtile")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """gpu tests need a GPU; interpreter tests need TRITON_INTERPRET=1, and with it nothing else runs."""
+    """gpu tests need a GPU, hopper tests one of compute capability 9.0.
+
+    interpreter tests need TRITON_INTERPRET=1, and with it nothing else runs.
+    """
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
+    no_hopper = pytest.mark.skip(reason="needs a GPU of compute capability 9.0")
     other_process = pytest.mark.skip(reason="runs with TRITON_INTERPRET=1, in a process of its own")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+        elif item.get_closest_marker("hopper") and torch.cuda.get_device_capability() != (9, 0):
+            item.add_marker(no_hopper)
         if bool(item.get_closest_marker("interpreter")) != INTERPRETED:
             item.add_marker(other_process)
 

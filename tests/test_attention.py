@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BF16, EVERY_CASE, HALF, RUNS, on_every_backend, spec
+from cases import BF16, EVERY_CASE, FLOAT32_RUNS, HALF, on_every_backend, spec
 
 from flashtile import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
-every_backend = pytest.mark.parametrize(("backend", "device"), RUNS)
+every_backend = pytest.mark.parametrize(("backend", "device"), FLOAT32_RUNS)
 
 
 def settings(case: AttentionSpec) -> dict:

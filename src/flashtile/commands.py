@@ -224,7 +224,8 @@ def tune(
     reason = declined(problems[0], device)["triton"]
     if reason is not None or device.type == "cpu":
         raise typer.BadParameter(f"tuning needs a GPU: {reason or 'this is the interpreter'}", param_hint="--dtype")
-    from .backends.triton.config import arch_of, save_tuned
+    from .arch import arch_of
+    from .backends.triton.config import save_tuned
     from .backends.triton.tune import tune as measure
 
     arch = arch_of(device)

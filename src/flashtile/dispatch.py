@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .backends import cpu, reference, triton
+from .backends import cpu, hopper, reference, triton
 from .spec import AttentionSpec
 
 
@@ -18,34 +18,45 @@ class Backend(Protocol):
 
     def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self,
-        spec: AttentionSpec,
-        dout: Tensor | None,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-
-BACKENDS: dict[str, Backend] = {"triton": triton, "cpu": cpu, "reference": reference}
+BACKENDS: dict[str, Any] = {"hopper": hopper, "triton": triton, "cpu": cpu, "reference": reference}
 """Fastest first: the order in which a call without `backend=` tries them."""
 
 
-def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None) -> Backend:
-    """The backend module for `spec` on `device`; ValueError where the one asked for cannot take it."""
-    if backend is not None:
-        reason = BACKENDS[backend].supports(spec, device)
-        if reason is not None:
-            raise ValueError(f"backend: {backend!r} cannot run this call: {reason}")
-        return BACKENDS[backend]
-    for candidate in BACKENDS.values():
-        if candidate.supports(spec, device) is None:
-            return candidate
-    raise AssertionError("the reference backend takes every spec")
+class Choice(NamedTuple):
+    """The backends of one problem. out and lse mean the same to all, so that passes may run on different ones."""
+
+    fastest: Any  # for the forward pass, where it can read the tensors as they lie
+    otherwise: Any | None  # where it cannot; None: that is an error
+    backward: Any
+
+    def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse); ValueError where the backend asked for cannot read q, k or v as they lie in memory."""
+        backend = self.fastest
+        if (refusal := getattr(backend, "refusal", None)) and (reason := refusal(q, k, v)):
+            if self.otherwise is None:
+                raise ValueError(f"backend: {name_of(backend)!r} cannot run this call: {reason}")
+            backend = self.otherwise
+        return backend.forward(spec, q, k, v)
+
+
+def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None) -> Choice:
+    """The backends for `spec` on `device`; ValueError where the one asked for cannot take it.
+
+    A backend without a backward pass leaves it to the next.
+    """
+    if backend is not None and (reason := BACKENDS[backend].supports(spec, device)) is not None:
+        raise ValueError(f"backend: {backend!r} cannot run this call: {reason}")
+    able = [candidate for candidate in BACKENDS.values() if candidate.supports(spec, device) is None]
+    fastest = able[0] if backend is None else BACKENDS[backend]
+    otherwise = next(candidate for candidate in able if not hasattr(candidate, "refusal")) if backend is None else None
+    backward = fastest if hasattr(fastest, "backward") else next(x for x in able if hasattr(x, "backward"))
+    return Choice(fastest, otherwise, backward)
+
+
+def name_of(backend: Any) -> str:
+    """The name by which `backend=` asks for a backend."""
+    return next(name for name, module in BACKENDS.items() if module is backend)
 
 
 def check_backend(backend: str | None) -> None:

@@ -48,7 +48,7 @@ def flash_attn_func(
         deterministic: the backward pass gives bitwise the same gradients in every run.
         return_attn_probs: flash-attn's way to ask for lse: returns (out, lse, empty tensor).
         return_lse: returns (out, lse).
-        backend: "triton", "cpu" or "reference"; None picks by device.
+        backend: "hopper", "triton", "cpu" or "reference"; None picks by device.
 
     Returns:
         out (B, Sq, Hq, Dv) in the dtype of q. lse, where asked for, is the natural log-sum-exp of each row's

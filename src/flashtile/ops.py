@@ -47,31 +47,32 @@ class _PlainAttention(torch.autograd.Function):
     """The op's autograd rule for plain eager calls."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: dispatch.Backend):
-        out, lse = backend.forward(spec, q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: dispatch.Choice):
+        out, lse = choice.forward(spec, q, k, v)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spec, ctx.backend = spec, backend
+        ctx.spec, ctx.choice = spec, choice
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
         grads: tuple = (None, None, None)
         if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
-            name = next(name for name, backend in dispatch.BACKENDS.items() if backend is ctx.backend)
-            grads = _backward_op(dout, dlse, *ctx.saved_tensors, *ctx.spec.settings, name)
+            grads = _backward_op(
+                dout, dlse, *ctx.saved_tensors, *ctx.spec.settings, dispatch.name_of(ctx.choice.backward)
+            )
         elif dout is not None or dlse is not None:
-            grads = ctx.backend.backward(ctx.spec, dout, dlse, *ctx.saved_tensors)
+            grads = ctx.choice.backward.backward(ctx.spec, dout, dlse, *ctx.saved_tensors)
         return (*grads, None, None)
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: dispatch.Backend
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: dispatch.Choice
 ) -> tuple[Tensor, Tensor]:
-    """`attention` where nothing `needs_op`: (out, lse) from the backend, differentiable."""
+    """`attention` where nothing `needs_op`: (out, lse) from the backends chosen, differentiable."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _PlainAttention.apply(q, k, v, spec, backend)
-    return backend.forward(spec, q, k, v)
+        return _PlainAttention.apply(q, k, v, spec, choice)
+    return choice.forward(spec, q, k, v)
 
 
 def attention(
@@ -100,7 +101,7 @@ def _forward(q, k, v, *settings):
 def _backward(dout, dlse, q, k, v, out, lse, *settings):
     *numerics, backend = settings
     spec = AttentionSpec.of(q, k, v, *numerics)
-    return dispatch.choose(spec, q.device, backend).backward(spec, dout, dlse, q, k, v, out, lse)
+    return dispatch.choose(spec, q.device, backend).backward.backward(spec, dout, dlse, q, k, v, out, lse)
 
 
 def _forward_fake(q, k, v, *settings):

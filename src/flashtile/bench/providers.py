@@ -41,6 +41,8 @@ class Provider:
 
 def _flashtile(backend: str) -> Provider:
     def declines(case: Case, device: torch.device, mode: Mode) -> str | None:
+        if mode != "fwd" and not hasattr(dispatch.BACKENDS[backend], "backward"):
+            return "it has no backward pass of its own"
         reason = dispatch.BACKENDS[backend].supports(case.spec, device)
         return reason or (_too_large(case, device, mode, torch.float32) if backend == "reference" else None)
 
@@ -195,6 +197,7 @@ def _package(module: str) -> Callable[[Case, torch.device, Mode], str | None]:
 
 
 PROVIDERS: dict[str, Provider] = {
+    "flashtile-hopper": _flashtile("hopper"),
     "flashtile-triton": _flashtile("triton"),
     "flashtile-cpu": _flashtile("cpu"),
     "flashtile-reference": _flashtile("reference"),
@@ -216,6 +219,7 @@ def default_names(device: torch.device) -> list[str]:
     if device.type == "cpu":
         return ["flashtile-cpu", "standard", "sdpa-flash"]
     return [
+        "flashtile-hopper",
         "flashtile-triton",
         "standard",
         "sdpa-flash",

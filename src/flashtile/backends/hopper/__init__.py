@@ -1,1 +1,69 @@
-"""Hopper."""
+"""FlashAttention-3 in Gluon, for Hopper (sm_90a): the forward pass.
+
+Where triton is not installed, or older than Gluon, this module imports all the same, and declines every call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ...arch import arch_of
+from ...plan import Plan
+from ...spec import AttentionSpec
+from .config import MAX_HEAD_DIM, choose
+
+_INSTALLED = importlib.util.find_spec("triton") is not None and (
+    importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+)
+
+if _INSTALLED:
+    from .launch import forward
+
+__all__ = ["forward", "plan", "refusal", "supports"]
+
+
+def supports(spec: AttentionSpec, device: torch.device) -> str | None:
+    """Takes float16 and bfloat16 of up to 128 dimensions on Hopper."""
+    if not _INSTALLED:
+        return "triton is not installed, or has no Gluon for Hopper"
+    if device.type != "cuda":
+        return f"it takes CUDA tensors, these are on {device.type}"
+    arch = arch_of(device)
+    if arch != "sm_90":
+        return f"it needs compute capability 9.0, this is {arch or 'no GPU'}"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not {spec.dtype}"
+    if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
+        return f"it computes up to {MAX_HEAD_DIM} dimensions, not {spec.head_dim} and {spec.head_dim_v}"
+    if spec.head_dim % 8 or spec.head_dim_v % 8:
+        return f"TMA wants rows of a multiple of 16 bytes, not {spec.head_dim} and {spec.head_dim_v} numbers"
+    if spec.softmax_scale <= 0:
+        return f"its running maximum wants a positive softmax_scale, not {spec.softmax_scale}"
+    if 0 in (spec.batch, spec.seqlen_q, spec.seqlen_k):
+        return "TMA cannot describe an empty tensor"
+    return None
+
+
+def refusal(*tensors: Tensor) -> str | None:
+    """Why TMA cannot read tensors (B, S, H, D) where they lie; None if it can."""
+    for x in tensors:
+        if x.data_ptr() % 16:
+            return f"TMA wants tensors aligned to 16 bytes, one starts {x.data_ptr() % 16} bytes past"
+        strides = x.stride()
+        if strides[3] != 1:
+            return f"TMA wants a last stride of 1, one tensor has {strides[3]}"
+        for size, stride in zip(x.shape[:3], strides, strict=False):
+            if size > 1 and (stride <= 0 or stride % 8):
+                return f"TMA wants strides of a multiple of 16 bytes, one tensor has strides {strides}"
+    return None
+
+
+def plan(spec: AttentionSpec, device: torch.device) -> Plan:
+    """The forward launch."""
+    tiles = choose(spec)
+    n_tiles = -(-spec.seqlen_q // tiles.rows) * spec.heads_q * spec.batch
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    return Plan(str(tiles), min(n_tiles, programs), tiles.rows, tiles.tile_n)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ...spec import AttentionSpec
 
 SHARED_BYTES = 227 * 1024  # of one multiprocessor, all of it for one program
-REGISTERS = 65536 // 128  # per thread of a warpgroup, to share between the warpgroups
+MAX_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Tiles:
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
-        if self.shared_bytes > SHARED_BYTES:
-            raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
         if self.warpgroups not in (2, 3):
             raise ValueError(f"warpgroups: got {self.warpgroups}; want 2 or 3")
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
     @property
     def rows(self) -> int:

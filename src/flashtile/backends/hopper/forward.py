@@ -241,7 +241,9 @@ def step(
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
-    s = warpgroup_mma(q, matrix(k_ring.buffer(position, 0), q.dtype).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(
+        q, matrix(k_ring.buffer(position, 0), q.dtype).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     v_ring.await_full(position - 1)
     pv = unpack(probs, q.dtype, p_layout, p.PACKED)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), q.dtype), o, use_acc=has_o, is_async=True)
@@ -338,7 +340,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
                                       s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
-        for i in range(middle - last):
+        for _ in range(middle - last):
             o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
                                   s_layout, p_layout)  # fmt: skip
             has_o = True

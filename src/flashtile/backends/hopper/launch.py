@@ -1,4 +1,4 @@
-"""From a spec and tensors to a running Hopper kernel: schedules, TMA descriptors, and what was compiled for a problem."""
+"""From a spec and tensors to a running Hopper kernel: schedule, TMA descriptors, what was compiled for a problem."""
 
 from __future__ import annotations
 
@@ -18,19 +18,6 @@ from .schedule import schedule
 
 LOG2E = 1.4426950408889634
 MAX_REMEMBERED = 4096  # problems, each with its compiled kernel and its schedule on the device
-
-
-def tma_refusal(x: Tensor) -> str | None:
-    """Why TMA cannot read x (B, S, H, D) where it lies; None if it can."""
-    if x.data_ptr() % 16:
-        return f"TMA wants tensors aligned to 16 bytes, one starts at {x.data_ptr() % 16} past"
-    *outer, last = x.stride()
-    if last != 1:
-        return f"TMA wants a last stride of 1, one tensor has {last}"
-    for size, stride in zip(x.shape, outer, strict=False):
-        if size > 1 and (stride <= 0 or stride * x.itemsize % 16 or stride * x.itemsize >= 1 << 40):
-            return f"TMA wants strides of a multiple of 16 bytes, one tensor has strides {tuple(x.stride())}"
-    return None
 
 
 @functools.cache

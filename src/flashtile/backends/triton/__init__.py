@@ -10,9 +10,10 @@ import importlib.util
 import torch
 
 from ... import env
+from ...arch import arch_of
 from ...plan import Plan
 from ...spec import AttentionSpec
-from .config import arch_of, choose, table_of
+from .config import choose, table_of
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _INTERPRETED = env.triton_interpret()

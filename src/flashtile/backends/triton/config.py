@@ -9,8 +9,6 @@ import warnings
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-import torch
-
 from ... import env
 from ...spec import AttentionSpec
 from ...version import __version__
@@ -176,19 +174,6 @@ def table_of(arch: str) -> str:
     if arch.startswith("sm_10"):
         return "sm_90"  # data-centre Blackwell has Hopper's shared memory
     return "sm_80" if arch == "sm_87" else "sm_120"  # sm_86, sm_89, sm_121: 99 KiB of shared memory
-
-
-@functools.cache
-def arch_of(device: torch.device) -> str | None:
-    """ "sm_90", "gfx942" ... of a GPU, "interpreter", or None where torch sees no GPU."""
-    if env.triton_interpret():
-        return "interpreter"
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return properties.gcnArchName.split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
 
 
 @functools.cache

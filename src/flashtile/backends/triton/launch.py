@@ -15,8 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
+from ...arch import arch_of
 from ...spec import AttentionSpec
-from .config import Role, Tiles, arch_of, choose
+from .config import Role, Tiles, choose
 
 MAX_REMEMBERED = 4096  # problems per kernel; each costs about a kilobyte
 LOG2E = 1.4426950408889634

@@ -1,0 +1,137 @@
+"""The Hopper backend: its schedule and configs on a CPU, its kernel compiled ahead of time, and what only it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import BF16, spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtile import dispatch, flash_attn_func
+from flashtile.backends.hopper import config, refusal
+from flashtile.backends.hopper.schedule import TILE_COST, key_blocks, schedule
+from flashtile.testing import Result, Sample, make_inputs
+
+PROGRAMS = 132
+
+lengths = st.integers(1, 3000)
+windows = st.integers(-1, 2000)
+
+
+@given(lengths, lengths, windows, windows, st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 1)]))
+def test_every_tile_is_scheduled_once(seqlen_q, seqlen_k, left, right, batch, heads):
+    case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch, left=left, right=right)
+    lists = schedule(case, 128, 128, PROGRAMS)
+    tiles = [tile for program in lists for tile in program]
+    blocks = -(-seqlen_q // 128)
+    assert sorted(tiles) == [(head, m_block) for head in range(batch * heads[0]) for m_block in range(blocks)]
+    assert len(lists) <= PROGRAMS
+    assert all(lists)
+
+
+@given(lengths, lengths, windows, windows, st.sampled_from([64, 128]), st.sampled_from([128, 192]))
+def test_key_blocks_hold_every_visible_key(seqlen_q, seqlen_k, left, right, tile_n, rows):
+    case = spec((seqlen_q, seqlen_k), left=left, right=right)
+    for m_block in range(-(-seqlen_q // rows)):
+        seen = [case.visible_keys(row) for row in range(m_block * rows, min((m_block + 1) * rows, seqlen_q))]
+        blocks = {key // tile_n for first, end in seen for key in (first, end - 1) if end > first}
+        spread = max(blocks) - min(blocks) + 1 if blocks else 1
+        assert key_blocks(case, m_block, rows, tile_n) >= spread
+
+
+@pytest.mark.parametrize("seqlen", [2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+def test_programs_finish_together(seqlen, right):
+    """The busiest program has at most 2 % more to do than the mean, or one tile, where tiles are few."""
+    case = spec((seqlen, seqlen), (16, 16), (128, 128), BF16, batch=16384 // seqlen, right=right)
+    load = [
+        sum(key_blocks(case, m_block, 128, 128) + TILE_COST for _, m_block in program)
+        for program in schedule(case, 128, 128, PROGRAMS)
+    ]
+    mean = sum(load) / len(load)
+    shortest = min(key_blocks(case, m_block, 128, 128) for m_block in range(seqlen // 128))
+    assert max(load) <= max(1.02 * mean, mean + shortest + TILE_COST)
+
+
+def test_within_a_program_and_section_tiles_get_shorter():
+    case = spec((4096, 4096), (4, 4), (128, 128), BF16, batch=1, right=0)  # K and V of four heads: one section
+    for program in schedule(case, 128, 128, PROGRAMS):
+        m_blocks = [m_block for _, m_block in program]
+        assert m_blocks == sorted(m_blocks, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [("stages", 4, "shared memory: got"), ("warpgroups", 4, "warpgroups: got 4; want 2 or 3")],
+)
+def test_a_config_that_cannot_run_says_so(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        replace(config.D128, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ("contiguous", None),
+        ("heads-first", None),
+        ("packed", None),
+        ("one head of many", None),
+        ("last-dim-strided", "last stride"),
+        ("expanded", "strides"),
+        ("odd strides", "strides"),
+        ("misaligned", "aligned"),
+    ],
+)
+def test_what_tma_can_read(layout, reason):
+    x = torch.empty(2, 8, 4, 64, dtype=BF16)
+    tensors = {
+        "contiguous": x,
+        "heads-first": x.transpose(1, 2),
+        "packed": torch.empty(2, 8, 3, 4, 64, dtype=BF16).unbind(2)[1],
+        "one head of many": x[:, :, 1:2],
+        "last-dim-strided": x.transpose(2, 3),
+        "expanded": x[:, :, :1].expand(2, 8, 4, 64),
+        "odd strides": torch.empty(2, 8, 4, 68, dtype=BF16)[..., :64],
+        "misaligned": torch.empty(2 * 8 * 4 * 64 + 8, dtype=BF16)[1:-7].view(2, 8, 4, 64),
+    }
+    found = refusal(tensors[layout])
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("layout", ["heads-first", "packed", "odd strides"])
+def test_tensors_are_read_where_they_lie_or_by_another_backend(layout):
+    case = spec((200, 200), (4, 4), (64, 64), BF16, right=0)
+    inputs = make_inputs(case, "cuda")
+    q, k, v = inputs[:3]
+    if layout == "heads-first":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    elif layout == "packed":
+        q, k, v = torch.stack((q, k, v), 2).unbind(2)
+    else:
+        q, k, v = (torch.cat((x, x[..., :4]), -1)[..., :64] for x in (q, k, v))
+        with pytest.raises(ValueError, match="'hopper' cannot run this call: TMA wants strides"):
+            flash_attn_func(q, k, v, causal=True, backend="hopper")
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside another stream"])
+def test_a_thousand_repeats_give_the_same_bits(dim, busy):
+    case = spec((2000, 2000), (16, 4), (dim, dim), BF16, right=0)
+    q, k, v = make_inputs(case, "cuda")[:3]
+    choice = dispatch.choose(case, q.device, "hopper")
+    first = choice.forward(case, q, k, v)
+    other, matrix = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    for i in range(1000):
+        if busy and i % 10 == 0:
+            with torch.cuda.stream(other):
+                matrix @ matrix
+        assert all(torch.equal(x, y) for x, y in zip(choice.forward(case, q, k, v), first, strict=True))
