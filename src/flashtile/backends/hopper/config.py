@@ -21,6 +21,7 @@ class Tiles:
     stages: int
     compute_registers: int
     packed: bool = False  # P goes round the loop as pairs of 16-bit numbers
+    fence: bool = False
     load_registers: int = 24
     tile_m: int = 64  # rows of one wgmma
 

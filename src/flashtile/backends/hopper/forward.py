@@ -47,11 +47,12 @@ class Problem:
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
     PACKED: gl.constexpr
+    FENCE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, PACKED,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, PACKED, FENCE,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -70,6 +71,7 @@ class Problem:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.PACKED = gl.constexpr(PACKED)
+        self.FENCE = gl.constexpr(FENCE)
 
     @gluon.jit
     def tiles(self):
@@ -190,12 +192,13 @@ def row_sums_by_lane(x):
 
 
 @gluon.jit
-def softmax(p, s, m, row, col, MASKED: gl.constexpr, row_layout: gl.constexpr):
+def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.constexpr):
     """P, the new maximum and the factor for what was summed so far (Algorithm 1 of FlashAttention-2, line 9)."""
     if p.SOFTCAP:
         s = tanh(s * p.cap_in)
     if MASKED:
-        s = mask(p, s, row, col, row_layout)
+        if to_mask:
+            s = mask(p, s, row, col, row_layout)
     m_new = gl.maximum(m, gl.max(s, axis=1))
     shift = m_new * p.unit
     if MASKED:
@@ -250,8 +253,10 @@ def step(
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
     k_ring.release(position)
-    p_new, m_new, alpha = softmax(p, s, m, row, col, MASKED, row_layout)
+    p_new, m_new, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
+    if p.FENCE:
+        v_ring.await_full(position - 1)  # it is: only the end of a basic block, past which ptxas cannot hoist the wait
     o = warpgroup_mma_wait(0, deps=(o,))
     v_ring.release(position - 1)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
@@ -298,8 +303,10 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     row = 0
     if warpgroup == p.WARPGROUPS - 1:
         pass_turn(warpgroup, p.WARPGROUPS)
+    entry = gl.load(entries)
     for t in range(n_tiles):
-        batch_new, head_new, m_block = p.place(gl.load(entries + t))
+        batch_new, head_new, m_block = p.place(entry)
+        entry = gl.load(entries + t + 1)  # of the next tile: it takes as long as a product
         first, full_first, full_end, end = p.key_blocks(m_block)
         row_new = m_block * (p.WARPGROUPS * p.TILE_M) + warpgroup * p.TILE_M
         q = matrix(q_ring.buffer(q_position, warpgroup), out_desc.dtype)
@@ -316,7 +323,8 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         s = warpgroup_mma_wait(1, deps=(s,))
         k_ring.release(position)
         none = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
-        probs_new, m_new, _ = softmax(p, s, none, row_new, (end - 1) * p.TILE_N, True, row_layout)
+        to_mask = (full_end < end) | (full_first == end)
+        probs_new, m_new, _ = softmax(p, s, none, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
         l_new = row_sums_by_lane(probs_new)
         o = warpgroup_mma_wait(0, deps=(o,))
         v_ring.release(position - 1, pred=t > 0)
@@ -369,12 +377,12 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr, FENCE: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule_ptr, rounds,
-                WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, PACKED)  # fmt: skip
+                WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, PACKED, FENCE)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)

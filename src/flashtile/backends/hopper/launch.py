@@ -36,7 +36,7 @@ def _table(spec: AttentionSpec, tiles: config.Tiles, device: torch.device) -> Te
     """(programs, rounds) int64: how many tiles a program has, then (batch * Hq + head) << 32 | m_block each."""
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     lists = schedule(spec, tiles.rows, tiles.tile_n, programs)
-    rounds = 1 + max(map(len, lists))
+    rounds = 2 + max(map(len, lists))  # a program reads one entry past its last
     rows = [[len(x), *(head << 32 | m_block for head, m_block in x), *[0] * (rounds - 1 - len(x))] for x in lists]
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
@@ -82,7 +82,7 @@ class ForwardKernel:
             spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
             table.shape[1], unit, cap_in,
             tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
-            spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, tiles.packed,
+            spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, tiles.packed, tiles.fence,
             tiles.compute_registers, tiles.load_registers,
         )  # fmt: skip
         return table, tiles, arguments
