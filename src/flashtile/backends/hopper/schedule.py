@@ -1,7 +1,7 @@
 """Which tiles each program of a persistent kernel computes, and in which order: decided on the host, once per problem.
 
-Heads are taken in sections whose K and V fit in the L2 cache; inside a section the longest tiles come first, and each
-goes to the program that has least to do.
+Each tile goes to the program that has least to do. Where tiles differ in length the longest come first, among heads
+whose K and V fit in the L2 cache together; else one head comes after the other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ def key_blocks(spec: AttentionSpec, m_block: int, rows: int, tile_n: int) -> int
     return max(1, -(-end // tile_n) - first // tile_n)
 
 
-def sections(spec: AttentionSpec) -> list[range]:
-    """The key heads of the whole batch, counted through, in even sections."""
+def sections(spec: AttentionSpec, alike: bool) -> list[range]:
+    """The key heads of the whole batch, counted through, in even sections; one by one if tiles are alike."""
     heads = spec.batch * spec.heads_k
+    if alike:
+        return [range(head, head + 1) for head in range(heads)]
     head_bytes = spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     count = min(heads, max(1, round(heads * head_bytes / SECTION_BYTES)))
     return [range(heads * i // count, heads * (i + 1) // count) for i in range(count)]
@@ -42,7 +44,7 @@ def schedule(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> list
     count = min(programs, len(m_blocks) * spec.batch * spec.heads_q)
     lists: list[list[Tile]] = [[] for _ in range(count)]
     load = [(0.0, program) for program in range(count)]
-    for section in sections(spec):
+    for section in sections(spec, alike=min(cost) == max(cost)):
         for m_block in longest_first:
             for head in range(section.start * spec.group, section.stop * spec.group):
                 busy, program = load[0]
