@@ -12,6 +12,8 @@ from ...spec import AttentionSpec
 
 # K and V of the heads that are worked on at a time: of the 50 MB of L2 that a program sees, what measured best.
 SECTION_BYTES = 33_600_000
+# Tiles for each program that a section has at least: fewer do not even out.
+SECTION_ROUNDS = 100
 # What a tile costs beside its key blocks, in key blocks: its epilogue and the start of its pipeline.
 TILE_COST = 0.6
 
@@ -26,13 +28,12 @@ def key_blocks(spec: AttentionSpec, m_block: int, rows: int, tile_n: int) -> int
     return max(1, -(-end // tile_n) - first // tile_n)
 
 
-def sections(spec: AttentionSpec, alike: bool) -> list[range]:
+def sections(spec: AttentionSpec, tiles_per_head: int, programs: int, alike: bool) -> list[range]:
     """The key heads of the whole batch, counted through, in even sections; one by one if tiles are alike."""
     heads = spec.batch * spec.heads_k
-    if alike:
-        return [range(head, head + 1) for head in range(heads)]
-    head_bytes = spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    count = min(heads, max(1, round(heads * head_bytes / SECTION_BYTES)))
+    fitting = SECTION_BYTES // (spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize)
+    enough = -(-SECTION_ROUNDS * programs // tiles_per_head)
+    count = heads if alike else min(heads, max(1, round(heads / max(1, min(fitting, enough)))))
     return [range(heads * i // count, heads * (i + 1) // count) for i in range(count)]
 
 
@@ -44,7 +45,7 @@ def schedule(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> list
     count = min(programs, len(m_blocks) * spec.batch * spec.heads_q)
     lists: list[list[Tile]] = [[] for _ in range(count)]
     load = [(0.0, program) for program in range(count)]
-    for section in sections(spec, alike=min(cost) == max(cost)):
+    for section in sections(spec, len(m_blocks) * spec.group, programs, alike=min(cost) == max(cost)):
         for m_block in longest_first:
             for head in range(section.start * spec.group, section.stop * spec.group):
                 busy, program = load[0]
