@@ -13,7 +13,7 @@ from torch import Tensor
 from ...arch import arch_of
 from ...plan import Plan
 from ...spec import AttentionSpec
-from .config import MAX_HEAD_DIM, choose
+from .config import choose
 
 _INSTALLED = importlib.util.find_spec("triton") is not None and (
     importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
@@ -26,7 +26,7 @@ __all__ = ["forward", "plan", "refusal", "supports"]
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:
-    """Takes float16 and bfloat16 of up to 128 dimensions on Hopper."""
+    """Takes float16 and bfloat16 on Hopper."""
     if not _INSTALLED:
         return "triton is not installed, or has no Gluon for Hopper"
     if device.type != "cuda":
@@ -36,8 +36,6 @@ def supports(spec: AttentionSpec, device: torch.device) -> str | None:
         return f"it needs compute capability 9.0, this is {arch or 'no GPU'}"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not {spec.dtype}"
-    if max(spec.head_dim, spec.head_dim_v) > MAX_HEAD_DIM:
-        return f"it computes up to {MAX_HEAD_DIM} dimensions, not {spec.head_dim} and {spec.head_dim_v}"
     if spec.head_dim % 8 or spec.head_dim_v % 8:
         return f"TMA wants rows of a multiple of 16 bytes, not {spec.head_dim} and {spec.head_dim_v} numbers"
     if spec.softmax_scale <= 0:

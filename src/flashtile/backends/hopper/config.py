@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ...spec import AttentionSpec
 
 SHARED_BYTES = 227 * 1024  # of one multiprocessor, all of it for one program
-MAX_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,7 @@ class Tiles:
     q_stages: int
     stages: int
     compute_registers: int
-    packed: bool = False  # P goes round the loop as pairs of 16-bit numbers
-    fence: bool = False
+    out_buffered: bool = True  # O leaves through shared memory; else from registers
     load_registers: int = 24
     tile_m: int = 64  # rows of one wgmma
 
@@ -38,22 +36,29 @@ class Tiles:
 
     @property
     def shared_bytes(self) -> int:
-        rows = (self.q_stages + 1) * self.rows  # Q, and O on its way out
+        rows = (self.q_stages + self.out_buffered) * self.rows  # Q, and O on its way out
         barriers = 16 * (self.q_stages + 2 * self.stages)
         return 2 * self.head_dim * (rows + 2 * self.stages * self.tile_n) + barriers
 
 
-D64 = Tiles(64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, packed=True)
-"""Three warpgroups hide more of the exponentials than two: 450-490 -> 540 TFLOP/s; there are registers for three."""
-D64_SHORT = Tiles(64, warpgroups=2, tile_n=128, q_stages=2, stages=4, compute_registers=240)
-"""Few tiles of 192 rows fill the chip badly: short causal problems run faster with 128."""
+D64 = Tiles(64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160)
+"""Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 455 -> 515 and
+485 -> 590 TFLOP/s."""
+D64_SHORT = Tiles(64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240)
+"""Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 253 TFLOP/s. Q three blocks ahead: +4 %."""
 D128 = Tiles(128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
-"""tile_n 128 rather than 64: 573 -> 640 TFLOP/s; Q in two stages, for the flat loop: up to +10 %."""
+"""tile_n 128 rather than 64: 573 -> 640 TFLOP/s. Q in two stages, for the flat loop: +10 % at S = 512, 0 at 16k."""
+
+
+D256 = Tiles(256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, out_buffered=False)
+"""What fits: O takes half of the registers, and shared memory holds neither a second Q nor O."""
 
 
 def choose(spec: AttentionSpec) -> Tiles:
-    """The tiles for a spec of up to 128 dimensions."""
+    """The tiles for a spec."""
+    if max(spec.head_dim, spec.head_dim_v) > 128:
+        return D256
     if max(spec.head_dim, spec.head_dim_v) > 64:
         return D128
-    short = spec.seqlen_q <= (2048 if spec.window_right >= 0 else 512)
+    short = spec.seqlen_q <= (2048 if spec.window_right >= 0 else 1024)
     return D64_SHORT if short else D64

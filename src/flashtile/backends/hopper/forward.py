@@ -34,6 +34,7 @@ class Problem:
     seqlen_k: gl.tensor
     heads_q: gl.tensor
     group: gl.tensor
+    head_dim_v: gl.tensor
     window_left: gl.tensor
     window_right: gl.tensor
     unit: gl.tensor  # scores in base 2 are s * unit
@@ -46,18 +47,18 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
-    PACKED: gl.constexpr
-    FENCE: gl.constexpr
+    OUT_BUFFERED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, PACKED, FENCE,
+        self, seqlen_q, seqlen_k, heads_q, group, head_dim_v, window_left, window_right, unit, cap_in, schedule, rounds,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, OUT_BUFFERED,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
         self.heads_q = heads_q
         self.group = group
+        self.head_dim_v = head_dim_v
         self.window_left = window_left
         self.window_right = window_right
         self.unit = unit
@@ -70,8 +71,7 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.PACKED = gl.constexpr(PACKED)
-        self.FENCE = gl.constexpr(FENCE)
+        self.OUT_BUFFERED = gl.constexpr(OUT_BUFFERED)
 
     @gluon.jit
     def tiles(self):
@@ -208,30 +208,24 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
 
 
 @gluon.jit
-def pack(probs, dtype: gl.constexpr, PACKED: gl.constexpr):
-    """P as it goes round the loop: float32, or pairs of 16-bit numbers in an int32 where registers are short.
+def pack(probs, dtype: gl.constexpr):
+    """P as it goes round the loop: pairs of 16-bit numbers in an int32, half the registers of float32.
 
     As a tensor of 16-bit numbers it would be taken apart and put together again on the way round.
     """
-    if PACKED:
-        low, high = gl.split(probs.reshape([probs.shape[0], probs.shape[1] // 2, 2]))
-        CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32"
-        return gl.inline_asm_elementwise(
-            CONVERT + " $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        return probs
+    low, high = gl.split(probs.reshape([probs.shape[0], probs.shape[1] // 2, 2]))
+    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32"
+    return gl.inline_asm_elementwise(
+        CONVERT + " $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def unpack(probs, dtype: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr):
+def unpack(probs, dtype: gl.constexpr, layout: gl.constexpr):
     """P as the left operand of a product."""
-    if PACKED:
-        low = (probs & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-        high = (probs >> 16).to(gl.int16).to(dtype, bitcast=True)
-        return gl.convert_layout(gl.join(low, high).reshape([probs.shape[0], 2 * probs.shape[1]]), layout)
-    else:
-        return gl.convert_layout(probs.to(dtype), layout)
+    low = (probs & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    high = (probs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.join(low, high).reshape([probs.shape[0], 2 * probs.shape[1]]), layout)
 
 
 @gluon.jit
@@ -248,40 +242,51 @@ def step(
         q, matrix(k_ring.buffer(position, 0), q.dtype).permute((1, 0)), zero, use_acc=False, is_async=True
     )
     v_ring.await_full(position - 1)
-    pv = unpack(probs, q.dtype, p_layout, p.PACKED)
+    pv = unpack(probs, q.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), q.dtype), o, use_acc=has_o, is_async=True)
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
     k_ring.release(position)
     p_new, m_new, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
-    if p.FENCE:
-        v_ring.await_full(position - 1)  # it is: only the end of a basic block, past which ptxas cannot hoist the wait
     o = warpgroup_mma_wait(0, deps=(o,))
     v_ring.release(position - 1)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
-    return o, pack(p_new, q.dtype, p.PACKED), m_new, l
+    return o, pack(p_new, q.dtype), m_new, l
 
 
 @gluon.jit
-def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout: gl.constexpr):
+def store_rows(p, o, batch, head, row, out_ptr):
+    """O from registers to out (B, Sq, Hq, Dv), where shared memory has no room for it."""
+    rows = row + gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))
+    cols = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
+    at = ((batch.to(gl.int64) * p.seqlen_q + rows) * p.heads_q + head) * p.head_dim_v
+    mask = (rows < p.seqlen_q)[:, None] & (cols < p.head_dim_v)[None, :]
+    gl.store(out_ptr + at[:, None] + cols[None, :], o, mask=mask)
+
+
+@gluon.jit
+def finish(p, o, m, l, batch, head, row, out_desc, out_ptr, lse_ptr, out_buffer, row_layout: gl.constexpr):
     """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
     empty = l_row == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
     lse = gl.where(empty, float("-inf"), (m * p.unit + gl.log2(l_row)) * LN2)
     o = o * inverse[:, None]
-    tma.store_wait(0)
-    matrix(out_buffer, out_desc.dtype).store(o.to(out_desc.dtype))
-    fence_async_shared()
-    store_async(out_desc, [batch, row, head, 0], out_buffer)
+    if p.OUT_BUFFERED:
+        tma.store_wait(0)
+        matrix(out_buffer, out_desc.dtype).store(o.to(out_desc.dtype))
+        fence_async_shared()
+        store_async(out_desc, [batch, row, head, 0], out_buffer)
+    else:
+        store_rows(p, o.to(out_desc.dtype), batch, head, row, out_ptr)
     rows = row + gl.arange(0, p.TILE_M, row_layout)
     at = (batch * p.heads_q + head).to(gl.int64) * p.seqlen_q
     gl.store(lse_ptr + at + rows, lse, mask=rows < p.seqlen_q)
 
 
 @gluon.jit
-def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers):
+def compute_loop(warpgroup: gl.constexpr, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers):
     """One warpgroup: TILE_M rows of every tile."""
     WARPS: gl.constexpr = gl.num_warps()
     D_V: gl.constexpr = out_desc.block_shape[3]
@@ -292,7 +297,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     entries, n_tiles = p.tiles()
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     o = gl.zeros([p.TILE_M, D_V], gl.float32, o_layout)
-    probs = pack(zero, out_desc.dtype, p.PACKED)
+    probs = pack(zero, out_desc.dtype)
     m = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
     l = row_sums_by_lane(zero)
     has_o = False
@@ -317,7 +322,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         k = matrix(k_ring.buffer(position, 0), out_desc.dtype)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         v_ring.await_full(position - 1, pred=t > 0)
-        pv = unpack(probs, out_desc.dtype, p_layout, p.PACKED)
+        pv = unpack(probs, out_desc.dtype, p_layout)
         o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(1, deps=(s,))
@@ -329,8 +334,8 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         o = warpgroup_mma_wait(0, deps=(o,))
         v_ring.release(position - 1, pred=t > 0)
         if t > 0:
-            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
-        probs = pack(probs_new, out_desc.dtype, p.PACKED)
+            finish(p, o, m, l, batch, head, row, out_desc, out_ptr, lse_ptr, out_buffers.index(warpgroup), row_layout)
+        probs = pack(probs_new, out_desc.dtype)
         m = m_new
         l = l_new
         batch = batch_new
@@ -365,39 +370,53 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     if warpgroup == 0:
         take_turn(warpgroup)
     v_ring.await_full(position - 1)
-    pv = unpack(probs, out_desc.dtype, p_layout, p.PACKED)
+    pv = unpack(probs, out_desc.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
+    finish(p, o, m, l, batch, head, row, out_desc, out_ptr, lse_ptr, out_buffers.index(warpgroup), row_layout)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds"])
+@gluon.jit(
+    do_not_specialize=[
+        "seqlen_q",
+        "seqlen_k",
+        "heads_q",
+        "group",
+        "head_dim_v",
+        "window_left",
+        "window_right",
+        "rounds",
+    ]
+)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
-    seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, schedule_ptr,
+    seqlen_q, seqlen_k, heads_q, group, head_dim_v, window_left, window_right, rounds, unit, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr, FENCE: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, OUT_BUFFERED: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
-    p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule_ptr, rounds,
-                WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, PACKED, FENCE)  # fmt: skip
+    p = Problem(seqlen_q, seqlen_k, heads_q, group, head_dim_v, window_left, window_right, unit, cap_in,
+                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, OUT_BUFFERED)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)
-    out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
+    if OUT_BUFFERED:
+        out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
+    else:
+        out_buffers = q_ring.buffers  # not written
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (0, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (1, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
             (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (2, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (0, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (1, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (2, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
             (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
