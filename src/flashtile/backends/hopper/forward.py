@@ -110,20 +110,29 @@ class Problem:
 
 
 @gluon.jit
+def load_q(p, q_desc, q_ring, position, batch, head, m_block):
+    """The rows of all warpgroups of a tile."""
+    row = m_block * (p.WARPGROUPS * p.TILE_M)
+    full = q_ring.await_empty(position)
+    mbarrier.expect(full, q_desc.block_type.nbytes * p.WARPGROUPS)
+    for part in gl.static_range(p.WARPGROUPS):
+        load_async(q_desc, [batch, row + part * p.TILE_M, head, 0], full, q_ring.buffer(position, part))
+
+
+@gluon.jit
 def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
-    """The producer warp: Q of every tile, and its blocks of K and V from the last to the first."""
+    """The producer warp: Q of every tile, and its blocks of K and V from the last to the first.
+
+    Where Q has one slot, which the tile before frees late, the first K and V go ahead of it.
+    """
     entries, n_tiles = p.tiles()
     q_position = q_ring.first()
     position = k_ring.first()
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
         first, _, _, end = p.key_blocks(m_block)
-        row = m_block * (p.WARPGROUPS * p.TILE_M)
-        full = q_ring.await_empty(q_position)
-        mbarrier.expect(full, q_desc.block_type.nbytes * p.WARPGROUPS)
-        for part in gl.static_range(p.WARPGROUPS):
-            load_async(q_desc, [batch, row + part * p.TILE_M, head, 0], full, q_ring.buffer(q_position, part))
-        q_position += 1
+        if q_ring.depth > 1:
+            load_q(p, q_desc, q_ring, q_position, batch, head, m_block)
         head_k = head // p.group
         for i in range(end - first):
             col = (end - 1 - i) * p.TILE_N
@@ -134,6 +143,10 @@ def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
             mbarrier.expect(full_v, v_desc.block_type.nbytes)
             load_async(v_desc, [batch, col, head_k, 0], full_v, v_ring.buffer(position, 0))
             position += 1
+            if q_ring.depth == 1:
+                if i == 0:
+                    load_q(p, q_desc, q_ring, q_position, batch, head, m_block)
+        q_position += 1
 
 
 @gluon.jit
@@ -398,7 +411,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, head_dim_v, window_left, window_right, unit, cap_in,
-                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, OUT_BUFFERED)  # fmt: skip
+                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                OUT_BUFFERED)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)
