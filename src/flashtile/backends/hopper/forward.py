@@ -34,7 +34,6 @@ class Problem:
     seqlen_k: gl.tensor
     heads_q: gl.tensor
     group: gl.tensor
-    head_dim_v: gl.tensor
     window_left: gl.tensor
     window_right: gl.tensor
     unit: gl.tensor  # scores in base 2 are s * unit
@@ -47,18 +46,16 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
-    OUT_BUFFERED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, seqlen_q, seqlen_k, heads_q, group, head_dim_v, window_left, window_right, unit, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, OUT_BUFFERED,
+        self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
         self.heads_q = heads_q
         self.group = group
-        self.head_dim_v = head_dim_v
         self.window_left = window_left
         self.window_right = window_right
         self.unit = unit
@@ -71,7 +68,6 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.OUT_BUFFERED = gl.constexpr(OUT_BUFFERED)
 
     @gluon.jit
     def tiles(self):
@@ -269,40 +265,39 @@ def step(
 
 
 @gluon.jit
-def store_rows(p, o, batch, head, row, out_ptr):
-    """O from registers to out (B, Sq, Hq, Dv), where shared memory has no room for it."""
-    rows = row + gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout))
-    cols = gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
-    at = ((batch.to(gl.int64) * p.seqlen_q + rows) * p.heads_q + head) * p.head_dim_v
-    mask = (rows < p.seqlen_q)[:, None] & (cols < p.head_dim_v)[None, :]
-    gl.store(out_ptr + at[:, None] + cols[None, :], o, mask=mask)
+def store_out(o, out_desc, out_buffer, batch, row, head, col):
+    """Columns col ... of O, by way of shared memory."""
+    tma.store_wait(0)
+    matrix(out_buffer, out_desc.dtype).store(o.to(out_desc.dtype))
+    fence_async_shared()
+    store_async(out_desc, [batch, row, head, col], out_buffer)
 
 
 @gluon.jit
-def finish(p, o, m, l, batch, head, row, out_desc, out_ptr, lse_ptr, out_buffer, row_layout: gl.constexpr):
+def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout: gl.constexpr):
     """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
     empty = l_row == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
     lse = gl.where(empty, float("-inf"), (m * p.unit + gl.log2(l_row)) * LN2)
     o = o * inverse[:, None]
-    if p.OUT_BUFFERED:
-        tma.store_wait(0)
-        matrix(out_buffer, out_desc.dtype).store(o.to(out_desc.dtype))
-        fence_async_shared()
-        store_async(out_desc, [batch, row, head, 0], out_buffer)
-    else:
-        store_rows(p, o.to(out_desc.dtype), batch, head, row, out_ptr)
+    WIDTH: gl.constexpr = out_desc.block_shape[3]
+    if o.shape[1] == WIDTH:
+        store_out(o, out_desc, out_buffer, batch, row, head, 0)
+    else:  # one half after the other, through a buffer for one
+        low, high = gl.split(o.reshape([o.shape[0], 2, WIDTH]).permute((0, 2, 1)))
+        store_out(low, out_desc, out_buffer, batch, row, head, 0)
+        store_out(high, out_desc, out_buffer, batch, row, head, WIDTH)
     rows = row + gl.arange(0, p.TILE_M, row_layout)
     at = (batch * p.heads_q + head).to(gl.int64) * p.seqlen_q
     gl.store(lse_ptr + at + rows, lse, mask=rows < p.seqlen_q)
 
 
 @gluon.jit
-def compute_loop(warpgroup: gl.constexpr, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers):
+def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers):
     """One warpgroup: TILE_M rows of every tile."""
     WARPS: gl.constexpr = gl.num_warps()
-    D_V: gl.constexpr = out_desc.block_shape[3]
+    D_V: gl.constexpr = v_ring.buffers.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D_V, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -347,7 +342,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, out_ptr, lse_ptr, q_ring,
         o = warpgroup_mma_wait(0, deps=(o,))
         v_ring.release(position - 1, pred=t > 0)
         if t > 0:
-            finish(p, o, m, l, batch, head, row, out_desc, out_ptr, lse_ptr, out_buffers.index(warpgroup), row_layout)
+            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
         probs = pack(probs_new, out_desc.dtype)
         m = m_new
         l = l_new
@@ -386,7 +381,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, out_ptr, lse_ptr, q_ring,
     pv = unpack(probs, out_desc.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    finish(p, o, m, l, batch, head, row, out_desc, out_ptr, lse_ptr, out_buffers.index(warpgroup), row_layout)
+    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
     tma.store_wait(0)
 
 
@@ -396,41 +391,36 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, out_ptr, lse_ptr, q_ring,
         "seqlen_k",
         "heads_q",
         "group",
-        "head_dim_v",
         "window_left",
         "window_right",
         "rounds",
     ]
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, schedule_ptr,
-    seqlen_q, seqlen_k, heads_q, group, head_dim_v, window_left, window_right, rounds, unit, cap_in,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
+    seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, OUT_BUFFERED: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
-    p = Problem(seqlen_q, seqlen_k, heads_q, group, head_dim_v, window_left, window_right, unit, cap_in,
-                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-                OUT_BUFFERED)  # fmt: skip
+    p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in,
+                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)
-    if OUT_BUFFERED:
-        out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
-    else:
-        out_buffers = q_ring.buffers  # not written
+    out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (1, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
             (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (1, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (2, p, out_desc, out_ptr, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
+            (compute_loop, (2, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
             (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -61,8 +61,7 @@ class ForwardKernel:
         width = tiles.head_dim
         tensors = (
             _descriptor(q, tiles.tile_m, width), _descriptor(k, tiles.tile_n, width),
-            _descriptor(v, tiles.tile_n, width), _descriptor(out, tiles.tile_m, width),
-            out, lse, table,
+            _descriptor(v, tiles.tile_n, width), _descriptor(out, tiles.tile_m, width // tiles.out_parts), lse, table,
         )  # fmt: skip
         if run is not None:
             run(*tensors, *arguments, stream=triton.runtime.driver.active.get_current_stream(q.device.index))
@@ -80,10 +79,10 @@ class ForwardKernel:
         else:
             unit, cap_in = spec.softmax_scale * LOG2E, 0.0
         arguments = (
-            spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.head_dim_v,
+            spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group,
             spec.window_left, spec.window_right, table.shape[1], unit, cap_in,
             tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
-            spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, tiles.out_buffered,
+            spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
             tiles.compute_registers, tiles.load_registers,
         )  # fmt: skip
         return table, tiles, arguments
