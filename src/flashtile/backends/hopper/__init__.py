@@ -5,6 +5,7 @@ Where triton is not installed, or older than Gluon, this module imports all the 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import torch
@@ -50,12 +51,18 @@ def refusal(*tensors: Tensor) -> str | None:
     for x in tensors:
         if x.data_ptr() % 16:
             return f"TMA wants tensors aligned to 16 bytes, one starts {x.data_ptr() % 16} bytes past"
-        strides = x.stride()
-        if strides[3] != 1:
-            return f"TMA wants a last stride of 1, one tensor has {strides[3]}"
-        for size, stride in zip(x.shape[:3], strides, strict=False):
-            if size > 1 and (stride <= 0 or stride % 8):
-                return f"TMA wants strides of a multiple of 16 bytes, one tensor has strides {strides}"
+        if (reason := _stride_refusal(x.shape, x.stride())) is not None:
+            return reason
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _stride_refusal(shape: torch.Size, strides: tuple[int, ...]) -> str | None:
+    if strides[3] != 1:
+        return f"TMA wants a last stride of 1, one tensor has {strides[3]}"
+    for size, stride in zip(shape[:3], strides, strict=False):
+        if size > 1 and (stride <= 0 or stride % 8):
+            return f"TMA wants strides of a multiple of 16 bytes, one tensor has strides {strides}"
     return None
 
 

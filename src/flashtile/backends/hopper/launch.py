@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,6 +33,13 @@ def _descriptor(x: Tensor, rows: int, head_dim: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, head_dim], _layout(rows, head_dim, x.dtype))
 
 
+def _like(known: TensorDescriptor, x: Tensor | None) -> TensorDescriptor:
+    """The descriptor of another tensor that lies like one described before, without the checks."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(known.__dict__, base=x)
+    return descriptor
+
+
 def _table(spec: AttentionSpec, tiles: config.Tiles, device: torch.device) -> Tensor:
     """(programs, rounds) int64: how many tiles a program has, then (batch * Hq + head) << 32 | m_block each."""
     programs = torch.cuda.get_device_properties(device).multi_processor_count
@@ -41,35 +49,46 @@ def _table(spec: AttentionSpec, tiles: config.Tiles, device: torch.device) -> Te
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What a problem whose tensors lie alike runs: compiled kernel, descriptors without a tensor, other arguments."""
+
+    run: Callable[..., None]
+    descriptors: tuple[TensorDescriptor, ...]
+    table: Tensor
+    arguments: tuple
+
+
 class ForwardKernel:
     """`forward_kernel` with what was compiled and scheduled for each problem."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple, tuple[Any, Tensor, config.Tiles, tuple]] = {}
+        self._known: dict[tuple, _Known] = {}
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Runs on the current stream of q's device."""
+        """Runs on the current stream of q's device; out and lse are fresh and contiguous."""
         if q.device.index != torch.cuda.current_device():
             with torch.cuda.device(q.device):
-                return self._run(spec, q, k, v, out, lse)
-        return self._run(spec, q, k, v, out, lse)
+                return self._run(spec, q.device.index, (q, k, v, out), lse)
+        return self._run(spec, q.device.index, (q, k, v, out), lse)
 
-    def _run(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        key = (spec, q.device.index)
+    def _run(self, spec: AttentionSpec, device: int, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
+        key = (spec, device, *[x.stride() for x in tensors[:3]])
         known = self._known.get(key)
-        run, table, tiles, arguments = known or (None, *self._prepare(spec, q.device))
-        width = tiles.head_dim
-        tensors = (
-            _descriptor(q, tiles.tile_m, width), _descriptor(k, tiles.tile_n, width),
-            _descriptor(v, tiles.tile_n, width), _descriptor(out, tiles.tile_m, width // tiles.out_parts), lse, table,
-        )  # fmt: skip
-        if run is not None:
-            run(*tensors, *arguments, stream=triton.runtime.driver.active.get_current_stream(q.device.index))
+        if known is not None:
+            descriptors = map(_like, known.descriptors, tensors)
+            stream = triton.runtime.driver.active.get_current_stream(device)
+            known.run(*descriptors, lse, known.table, *known.arguments, stream=stream)
             return
-        compiled = forward_kernel[(len(table),)](*tensors, *arguments, num_warps=4)
+        table, tiles, arguments = self._prepare(spec, lse.device)
+        widths = (*[tiles.head_dim] * 3, tiles.head_dim // tiles.out_parts)
+        rows = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m)
+        descriptors = tuple(map(_descriptor, tensors, rows, widths))
+        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *arguments, num_warps=4)
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
-        self._known[key] = compiled[(len(table), 1, 1)], table, tiles, arguments
+        without = tuple(_like(descriptor, None) for descriptor in descriptors)
+        self._known[key] = _Known(compiled[(len(table), 1, 1)], without, table, arguments)
 
     def _prepare(self, spec: AttentionSpec, device: torch.device) -> tuple[Tensor, config.Tiles, tuple]:
         tiles = config.choose(spec)
