@@ -30,7 +30,7 @@ def test_float64_goes_to_the_reference_on_a_gpu():
 def test_a_backend_takes_every_case_or_says_why_not(backend, device, request):
     run = request.node.callspec.id
     for name, case in CASES.items():
-        reason = dispatch.declined(case, torch.device(device))[backend]
+        reason = dispatch.BACKENDS[backend].supports(case, torch.device(device))
         assert (reason is None) == takes(run, case), f"{name}: {reason}"
 
 

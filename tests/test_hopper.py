@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile import dispatch, flash_attn_func
-from flashtile.backends.hopper import config, refusal
+from flashtile.backends.hopper import config, passes_on, refusal
 from flashtile.backends.hopper.schedule import TILE_COST, key_blocks, schedule
 from flashtile.testing import Result, Sample, make_inputs
 
@@ -101,11 +101,16 @@ def test_what_tma_can_read(layout, reason):
     assert found is None if reason is None else reason in found
 
 
+def test_small_problems_are_left_to_the_next_backend():
+    assert "GFLOP" in passes_on(spec((128, 128), (8, 8), (64, 64), BF16))
+    assert passes_on(spec((2048, 2048), (16, 16), (128, 128), BF16, right=0)) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("layout", ["heads-first", "packed", "odd strides"])
 def test_tensors_are_read_where_they_lie_or_by_another_backend(layout):
-    case = spec((200, 200), (4, 4), (64, 64), BF16, right=0)
+    case = spec((2000, 2000), (16, 16), (64, 64), BF16, right=0)
     inputs = make_inputs(case, "cuda")
     q, k, v = inputs[:3]
     if layout == "heads-first":

@@ -43,11 +43,11 @@ class Choice(NamedTuple):
 def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None) -> Choice:
     """The backends for `spec` on `device`; ValueError where the one asked for cannot take it.
 
-    A backend without a backward pass leaves it to the next.
+    By itself a backend may pass on what it could take; one without a backward pass leaves that to the next.
     """
     if backend is not None and (reason := BACKENDS[backend].supports(spec, device)) is not None:
         raise ValueError(f"backend: {backend!r} cannot run this call: {reason}")
-    able = [candidate for candidate in BACKENDS.values() if candidate.supports(spec, device) is None]
+    able = [BACKENDS[name] for name, reason in declined(spec, device).items() if reason is None]
     fastest = able[0] if backend is None else BACKENDS[backend]
     otherwise = next(candidate for candidate in able if not hasattr(candidate, "refusal")) if backend is None else None
     backward = fastest if hasattr(fastest, "backward") else next(x for x in able if hasattr(x, "backward"))
@@ -68,5 +68,10 @@ def check_backend(backend: str | None) -> None:
 
 
 def declined(spec: AttentionSpec, device: torch.device) -> dict[str, str | None]:
-    """For every backend, in the order they are tried: None, or the reason why it declines."""
-    return {name: backend.supports(spec, device) for name, backend in BACKENDS.items()}
+    """For every backend, in the order they are tried: None, or why a call without `backend=` does not go to it."""
+
+    def reason(backend: Any) -> str | None:
+        passes_on = getattr(backend, "passes_on", None)
+        return backend.supports(spec, device) or (None if passes_on is None else passes_on(spec))
+
+    return {name: reason(backend) for name, backend in BACKENDS.items()}

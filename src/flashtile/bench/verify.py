@@ -55,7 +55,7 @@ def verify(device: torch.device) -> Iterator[Verdict]:
     for problem, any_spec in PROBLEMS.items():
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             spec = replace(any_spec, dtype=dtype)
-            backends = [name for name, reason in dispatch.declined(spec, device).items() if reason is None]
+            backends = [name for name, x in dispatch.BACKENDS.items() if x.supports(spec, device) is None]
             inputs = make_inputs(spec, device)
             sample = Sample.of(spec, inputs, size=max(spec.seqlen_q, spec.seqlen_k))  # all of it
             for backend in backends:

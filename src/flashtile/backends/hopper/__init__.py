@@ -23,7 +23,10 @@ _INSTALLED = importlib.util.find_spec("triton") is not None and (
 if _INSTALLED:
     from .launch import forward
 
-__all__ = ["forward", "plan", "refusal", "supports"]
+__all__ = ["forward", "passes_on", "plan", "refusal", "supports"]
+
+# Fewer floating-point operations take less time on the GPU than describing four tensors to TMA takes on the host.
+WORTHWHILE = 8e9
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:
@@ -43,6 +46,15 @@ def supports(spec: AttentionSpec, device: torch.device) -> str | None:
         return f"its running maximum wants a positive softmax_scale, not {spec.softmax_scale}"
     if 0 in (spec.batch, spec.seqlen_q, spec.seqlen_k):
         return "TMA cannot describe an empty tensor"
+    return None
+
+
+def passes_on(spec: AttentionSpec) -> str | None:
+    """Why it leaves a call that it could take to the next backend."""
+    pairs = spec.seqlen_q * spec.seqlen_k * (0.5 if spec.window_right >= 0 else 1.0)
+    operations = 2 * spec.batch * spec.heads_q * pairs * (spec.head_dim + spec.head_dim_v)
+    if operations < WORTHWHILE:
+        return f"{operations / 1e9:.1f} GFLOP are too few to be worth its host time: by itself it starts at 8"
     return None
 
 

@@ -76,19 +76,19 @@ class ForwardKernel:
         key = (spec, device, *[x.stride() for x in tensors[:3]])
         known = self._known.get(key)
         if known is not None:
-            descriptors = map(_like, known.descriptors, tensors)
+            arguments = (*map(_like, known.descriptors, tensors), lse, known.table, *known.arguments)
             stream = triton.runtime.driver.active.get_current_stream(device)
-            known.run(*descriptors, lse, known.table, *known.arguments, stream=stream)
+            known.run(*arguments, stream=stream)
             return
-        table, tiles, arguments = self._prepare(spec, lse.device)
+        table, tiles, scalars = self._prepare(spec, lse.device)
         widths = (*[tiles.head_dim] * 3, tiles.head_dim // tiles.out_parts)
         rows = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m)
         descriptors = tuple(map(_descriptor, tensors, rows, widths))
-        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *arguments, num_warps=4)
+        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *scalars, num_warps=4)
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         without = tuple(_like(descriptor, None) for descriptor in descriptors)
-        self._known[key] = _Known(compiled[(len(table), 1, 1)], without, table, arguments)
+        self._known[key] = _Known(compiled[(len(table), 1, 1)], without, table, scalars)
 
     def _prepare(self, spec: AttentionSpec, device: torch.device) -> tuple[Tensor, config.Tiles, tuple]:
         tiles = config.choose(spec)
