@@ -80,6 +80,47 @@ def _usage(compiled: object, arch: str) -> Usage:
     return Usage(compiled.metadata.shared, registers, stack)
 
 
+def compile_hopper(spec: AttentionSpec) -> tuple[Usage, object]:
+    """Compiles what a forward call on Hopper would run."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from flashtile.backends.hopper import config, launch
+    from flashtile.backends.hopper.forward import forward_kernel
+
+    tiles = config.choose(spec)
+    element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[spec.dtype]
+    names, values = forward_kernel.arg_names, launch.scalars(spec, tiles, rounds=100)
+    signature, constants = {}, {}
+    for name, (rows, dims) in zip(names, launch.boxes(tiles), strict=False):
+        signature[name] = f"tensordesc<{element}[1, {rows}, 1, {dims}],{launch.layout(rows, dims, spec.dtype)!r}>"
+    signature |= {"lse_ptr": "*fp32", "schedule_ptr": "*i64"}
+    for parameter, value in zip(forward_kernel.params[len(signature) :], values, strict=True):
+        signature[parameter.name] = "constexpr" if parameter.is_constexpr else "fp32" if value != int(value) else "i32"
+        if parameter.is_constexpr:
+            constants[parameter.name] = value
+    signature |= {"unit": "fp32", "cap_in": "fp32"}
+    source = GluonASTSource(forward_kernel, signature, constants, {})
+    compiled = triton.compile(source, target=target_of("sm_90"), options={"num_warps": 4})
+    return _usage(compiled, "sm_90"), compiled
+
+
+def spills_in_loops(compiled: object) -> list[int]:
+    """Loads and stores of spilled registers in each innermost loop that has products, from the shortest loop on."""
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        sass = subprocess.run([nvdisasm, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+    jumps = ((at, re.search(r"BRA.*?(0x[0-9a-f]+)", text)) for at, text in code)
+    loops = [(int(jump.group(1), 16), at) for at, jump in jumps if jump and int(jump.group(1), 16) < at]
+    bodies = {(start, end): [text for at, text in code if start <= at <= end] for start, end in loops}
+    busy = {loop for loop, body in bodies.items() if any("HGMMA" in text for text in body)}
+    inner = [x for x in busy if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in busy)]
+    shortest_first = sorted(inner, key=lambda loop: loop[1] - loop[0])
+    return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in bodies[loop]) for loop in shortest_first]
+
+
 def serializes_products(compiled: object) -> bool:
     """Whether ptxas says (C7515) that it waits for each wgmma product before it goes on: a fifth of the speed gone."""
     ptxas = get_ptxas(90).path

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aot import compile_kernel, kernels_and_tensors, serializes_products
+from aot import compile_hopper, compile_kernel, kernels_and_tensors, serializes_products, spills_in_loops
 from cases import BF16, FLOAT, spec
 
+from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.triton import config
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1201"]
@@ -37,6 +38,22 @@ def test_every_feature_at_once_compiles(arch):
     case = spec((1000, 777), (6, 2), (80, 48), torch.float16, scale=-0.3, **FEATURES)
     for kernel, tensors in kernels_and_tensors(case).values():
         compile_kernel(kernel, case, arch, *tensors)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("dim", "seqlen"), [(64, 512), (64, 4096), (128, 4096), (256, 4096)])
+def test_hopper_configs_compile_fit_and_do_not_spill_in_the_main_loop(mask, dim, seqlen):
+    case = spec((seqlen, seqlen), (16, 16), (dim, dim), BF16, **MASKS[mask])
+    usage, compiled = compile_hopper(case)
+    assert usage.shared <= SHARED_MEMORY["sm_90"], usage
+    assert not serializes_products(compiled), usage
+    spills = spills_in_loops(compiled)
+    loops = hopper_config.choose(case).warpgroups  # the shortest loops are the ones without a mask
+    assert sum(spills[:loops]) == 0, f"{usage}: spills in loops with products, the shortest first: {spills}"
+
+
+def test_every_feature_at_once_compiles_for_hopper():
+    compile_hopper(spec((1000, 777), (6, 2), (80, 48), torch.float16, **FEATURES))
 
 
 def test_the_tables_are_the_architectures_tested_here():

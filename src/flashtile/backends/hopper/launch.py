@@ -22,15 +22,17 @@ MAX_REMEMBERED = 4096  # problems, each with its compiled kernel and its schedul
 
 
 @functools.cache
-def _layout(rows: int, head_dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def layout(rows: int, dims: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a block (1, rows, 1, dims) lies in shared memory."""
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, head_dim], element)
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, dims], element)
 
 
-def _descriptor(x: Tensor, rows: int, head_dim: int) -> TensorDescriptor:
-    """Blocks (1, rows, 1, head_dim) of x (B, S, H, D): what lies outside is read as zero and not written."""
+def _descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """Blocks (1, rows, 1, dims) of x (B, S, H, D): what lies outside is read as zero and not written."""
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, head_dim], _layout(rows, head_dim, x.dtype))
+    rows, dims = box
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, dims], layout(rows, dims, x.dtype))
 
 
 def _like(known: TensorDescriptor, x: Tensor | None) -> TensorDescriptor:
@@ -80,31 +82,35 @@ class ForwardKernel:
             stream = triton.runtime.driver.active.get_current_stream(device)
             known.run(*arguments, stream=stream)
             return
-        table, tiles, scalars = self._prepare(spec, lse.device)
-        widths = (*[tiles.head_dim] * 3, tiles.head_dim // tiles.out_parts)
-        rows = (tiles.tile_m, tiles.tile_n, tiles.tile_n, tiles.tile_m)
-        descriptors = tuple(map(_descriptor, tensors, rows, widths))
-        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *scalars, num_warps=4)
+        tiles = config.choose(spec)
+        table = _table(spec, tiles, lse.device)
+        descriptors = tuple(map(_descriptor, tensors, boxes(tiles)))
+        others = scalars(spec, tiles, rounds=table.shape[1])
+        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *others, num_warps=4)
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         without = tuple(_like(descriptor, None) for descriptor in descriptors)
-        self._known[key] = _Known(compiled[(len(table), 1, 1)], without, table, scalars)
+        self._known[key] = _Known(compiled[(len(table), 1, 1)], without, table, others)
 
-    def _prepare(self, spec: AttentionSpec, device: torch.device) -> tuple[Tensor, config.Tiles, tuple]:
-        tiles = config.choose(spec)
-        table = _table(spec, tiles, device)
-        if spec.softcap > 0:
-            unit, cap_in = spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
-        else:
-            unit, cap_in = spec.softmax_scale * LOG2E, 0.0
-        arguments = (
-            spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group,
-            spec.window_left, spec.window_right, table.shape[1], unit, cap_in,
-            tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
-            spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
-            tiles.compute_registers, tiles.load_registers,
-        )  # fmt: skip
-        return table, tiles, arguments
+
+def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
+    """The arguments of `forward_kernel` after the tensors."""
+    if spec.softcap > 0:
+        unit, cap_in = spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
+    else:
+        unit, cap_in = spec.softmax_scale * LOG2E, 0.0
+    return (
+        spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
+        rounds, unit, cap_in, tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
+        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
+        tiles.compute_registers, tiles.load_registers,
+    )  # fmt: skip
+
+
+def boxes(tiles: config.Tiles) -> tuple[tuple[int, int], ...]:
+    """(rows, dims) of the blocks in which q, k, v and out are copied."""
+    q, k, out_dims = (tiles.tile_m, tiles.head_dim), (tiles.tile_n, tiles.head_dim), tiles.head_dim // tiles.out_parts
+    return q, k, k, (tiles.tile_m, out_dims)
 
 
 FORWARD = ForwardKernel()
