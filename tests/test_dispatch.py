@@ -52,7 +52,8 @@ from flashtile import dispatch
 q = torch.randn(1, 9, 2, 8, requires_grad=True)
 flashtile.flash_attn_func(q, q, q, causal=True).sum().backward()
 from flashtile.spec import AttentionSpec
-print(dispatch.declined(AttentionSpec.of(q, q, q, softmax_scale=1.0), torch.device("cuda"))["triton"])
+declined = dispatch.declined(AttentionSpec.of(q, q, q, softmax_scale=1.0), torch.device("cuda"))
+print(declined["triton"], declined["hopper"], sep=", ")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "triton is not installed", done.stderr
+    assert done.stdout.strip() == "triton is not installed, it needs triton 3.6 or newer", done.stderr

@@ -1,6 +1,6 @@
 """FlashAttention-3 in Gluon, for Hopper (sm_90a): the forward pass.
 
-Where triton is not installed, or older than Gluon, this module imports all the same, and declines every call.
+Where triton is missing or too old, this module imports all the same, and declines every call.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from ...plan import Plan
 from ...spec import AttentionSpec
 from .config import choose
 
-_INSTALLED = importlib.util.find_spec("triton") is not None and (
-    importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-)
+
+def _triton_is_new_enough() -> bool:
+    """Gluon has what the kernel uses from Triton 3.6 on."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+
+
+_INSTALLED = _triton_is_new_enough()
 
 if _INSTALLED:
     from .launch import forward
@@ -32,7 +40,7 @@ WORTHWHILE = 8e9
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:
     """Takes float16 and bfloat16 on Hopper."""
     if not _INSTALLED:
-        return "triton is not installed, or has no Gluon for Hopper"
+        return "it needs triton 3.6 or newer"
     if device.type != "cuda":
         return f"it takes CUDA tensors, these are on {device.type}"
     arch = arch_of(device)
