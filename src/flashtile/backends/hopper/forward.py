@@ -146,7 +146,7 @@ def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
 
 
 @gluon.jit
-def matrix(buffer, dtype: gl.constexpr):
+def matrix(buffer):
     """A buffer (1, rows, 1, D) as a matrix (rows, D)."""
     return buffer.reshape([buffer.shape[1], buffer.shape[3]])
 
@@ -247,12 +247,10 @@ def step(
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
-    s = warpgroup_mma(
-        q, matrix(k_ring.buffer(position, 0), q.dtype).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
+    s = warpgroup_mma(q, matrix(k_ring.buffer(position, 0)).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_ring.await_full(position - 1)
     pv = unpack(probs, q.dtype, p_layout)
-    o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), q.dtype), o, use_acc=has_o, is_async=True)
+    o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
     k_ring.release(position)
@@ -268,7 +266,7 @@ def step(
 def store_out(o, out_desc, out_buffer, batch, row, head, col):
     """Columns col ... of O, by way of shared memory."""
     tma.store_wait(0)
-    matrix(out_buffer, out_desc.dtype).store(o.to(out_desc.dtype))
+    matrix(out_buffer).store(o.to(out_desc.dtype))
     fence_async_shared()
     store_async(out_desc, [batch, row, head, col], out_buffer)
 
@@ -322,16 +320,16 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         entry = gl.load(entries + t + 1)  # of the next tile: it takes as long as a product
         first, full_first, full_end, end = p.key_blocks(m_block)
         row_new = m_block * (p.WARPGROUPS * p.TILE_M) + warpgroup * p.TILE_M
-        q = matrix(q_ring.buffer(q_position, warpgroup), out_desc.dtype)
+        q = matrix(q_ring.buffer(q_position, warpgroup))
         # S of the first block, under the last O += P V of the tile before
         q_ring.await_full(q_position)
         k_ring.await_full(position)
         take_turn(warpgroup)
-        k = matrix(k_ring.buffer(position, 0), out_desc.dtype)
+        k = matrix(k_ring.buffer(position, 0))
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         v_ring.await_full(position - 1, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
-        o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
+        o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(1, deps=(s,))
         k_ring.release(position)
@@ -379,7 +377,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         take_turn(warpgroup)
     v_ring.await_full(position - 1)
     pv = unpack(probs, out_desc.dtype, p_layout)
-    o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0), out_desc.dtype), o, use_acc=has_o, is_async=True)
+    o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
     finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
     tma.store_wait(0)
