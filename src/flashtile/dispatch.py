@@ -12,23 +12,23 @@ from .spec import AttentionSpec
 
 
 class Backend(Protocol):
-    """What a backend module offers; see flashtile.backends."""
+    """What every backend module offers; see flashtile.backends for what some offer besides."""
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None: ...
 
     def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-BACKENDS: dict[str, Any] = {"hopper": hopper, "triton": triton, "cpu": cpu, "reference": reference}
+BACKENDS: dict[str, Backend] = {"hopper": hopper, "triton": triton, "cpu": cpu, "reference": reference}
 """Fastest first: the order in which a call without `backend=` tries them."""
 
 
 class Choice(NamedTuple):
     """The backends of one problem. out and lse mean the same to all, so that passes may run on different ones."""
 
-    fastest: Any  # for the forward pass, where it can read the tensors as they lie
-    otherwise: Any | None  # where it cannot; None: that is an error
-    backward: Any
+    fastest: Backend  # for the forward pass, where it can read the tensors as they lie
+    otherwise: Backend | None  # where it cannot; None: that is an error
+    differentiable: Any  # for the backward pass: a Backend that has one
 
     def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse); ValueError where the backend asked for cannot read q, k or v as they lie in memory."""
@@ -38,6 +38,10 @@ class Choice(NamedTuple):
                 raise ValueError(f"backend: {name_of(backend)!r} cannot run this call: {reason}")
             backend = self.otherwise
         return backend.forward(spec, q, k, v)
+
+    def backward(self, spec: AttentionSpec, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) from dout, dlse, q, k, v, out, lse."""
+        return self.differentiable.backward(spec, *tensors)
 
 
 def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None) -> Choice:
@@ -50,11 +54,11 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None
     able = [BACKENDS[name] for name, reason in declined(spec, device).items() if reason is None]
     fastest = able[0] if backend is None else BACKENDS[backend]
     otherwise = next(candidate for candidate in able if not hasattr(candidate, "refusal")) if backend is None else None
-    backward = fastest if hasattr(fastest, "backward") else next(x for x in able if hasattr(x, "backward"))
-    return Choice(fastest, otherwise, backward)
+    differentiable = next(candidate for candidate in (fastest, *able) if hasattr(candidate, "backward"))
+    return Choice(fastest, otherwise, differentiable)
 
 
-def name_of(backend: Any) -> str:
+def name_of(backend: Backend) -> str:
     """The name by which `backend=` asks for a backend."""
     return next(name for name, module in BACKENDS.items() if module is backend)
 
@@ -70,7 +74,7 @@ def check_backend(backend: str | None) -> None:
 def declined(spec: AttentionSpec, device: torch.device) -> dict[str, str | None]:
     """For every backend, in the order they are tried: None, or why a call without `backend=` does not go to it."""
 
-    def reason(backend: Any) -> str | None:
+    def reason(backend: Backend) -> str | None:
         passes_on = getattr(backend, "passes_on", None)
         return backend.supports(spec, device) or (None if passes_on is None else passes_on(spec))
 

@@ -58,11 +58,10 @@ class _PlainAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
         grads: tuple = (None, None, None)
         if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
-            grads = _backward_op(
-                dout, dlse, *ctx.saved_tensors, *ctx.spec.settings, dispatch.name_of(ctx.choice.backward)
-            )
+            name = dispatch.name_of(ctx.choice.differentiable)
+            grads = _backward_op(dout, dlse, *ctx.saved_tensors, *ctx.spec.settings, name)
         elif dout is not None or dlse is not None:
-            grads = ctx.choice.backward.backward(ctx.spec, dout, dlse, *ctx.saved_tensors)
+            grads = ctx.choice.backward(ctx.spec, dout, dlse, *ctx.saved_tensors)
         return (*grads, None, None)
 
 
@@ -101,7 +100,7 @@ def _forward(q, k, v, *settings):
 def _backward(dout, dlse, q, k, v, out, lse, *settings):
     *numerics, backend = settings
     spec = AttentionSpec.of(q, k, v, *numerics)
-    return dispatch.choose(spec, q.device, backend).backward.backward(spec, dout, dlse, q, k, v, out, lse)
+    return dispatch.choose(spec, q.device, backend).backward(spec, dout, dlse, q, k, v, out, lse)
 
 
 def _forward_fake(q, k, v, *settings):

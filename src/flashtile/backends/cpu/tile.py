@@ -26,6 +26,9 @@ ROWS = 1024
 KEYS = 512
 # A tile across an edge of the mask is cut into strips of this many queries: the finest that bfloat16's products bear.
 STRIP = 256
+# Key heads of a group at least: as many strips as make a tile; loading Q, K and V for all of them in one call is
+# worth it where tiles are whole, too.
+HEADS = ROWS // STRIP
 
 
 class Block(NamedTuple):
@@ -89,13 +92,12 @@ def key_blocks(spec: AttentionSpec) -> list[Block]:
 def head_groups(spec: AttentionSpec, each: int) -> list[Heads]:
     """All key heads, in groups for one task: as many as fill a step, but enough groups for all threads.
 
-    A group makes `each` tasks. What does not fill a step alone is a short sequence, or a strip.
+    A group makes `each` tasks.
     """
-    strips = spec.window_left >= 0 or spec.window_right >= 0
-    queries = min(spec.seqlen_q, ROWS // spec.group, STRIP if strips else ROWS)
-    filling = ROWS * KEYS // max(1, queries * spec.group * min(KEYS, spec.seqlen_k))
-    size = spec.batch * spec.heads_k * each // (2 * torch.get_num_threads())
-    size = max(1, min(size, max(filling, 4), spec.heads_k))
+    scores = min(ROWS, spec.seqlen_q * spec.group) * min(KEYS, spec.seqlen_k)
+    filling = max(HEADS, ROWS * KEYS // max(1, scores))
+    enough = spec.batch * spec.heads_k * each // (2 * torch.get_num_threads())
+    size = max(1, min(filling, enough, spec.heads_k))
     return [Heads(batch, *heads) for batch in range(spec.batch) for heads in blocks(spec.heads_k, size)]
 
 

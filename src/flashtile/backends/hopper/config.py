@@ -42,14 +42,14 @@ class Tiles:
 
 
 D64 = Tiles(64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160)
-"""Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 455 -> 515 and
-485 -> 590 TFLOP/s."""
+"""Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
+484 -> 590 TFLOP/s."""
 D64_SHORT = Tiles(64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240)
-"""Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 253 TFLOP/s. Q three blocks ahead: +4 %."""
+"""Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
+stages: 253 -> 264."""
 D128 = Tiles(128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
-"""tile_n 128 rather than 64: 573 -> 640 TFLOP/s. Q in two stages, for the flat loop: +10 % at S = 512, 0 at 16k."""
-
-
+"""tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
++9 % at S = 512, 0 at 16k."""
 D256 = Tiles(256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, out_parts=2)
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O."""
 

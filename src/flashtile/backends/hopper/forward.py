@@ -6,7 +6,7 @@ and take turns on the matrix units (ping-pong, section 3.1). The walk is one fla
 under the last of the tile before, and its epilogue under the next softmax.
 
 Legend: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq) float32. A
-warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, TILE_DV) · m, l: (TILE_M,).
+warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, D_V) · m, l: (TILE_M,).
 """
 
 from triton.experimental import gluon
@@ -383,17 +383,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "seqlen_q",
-        "seqlen_k",
-        "heads_q",
-        "group",
-        "window_left",
-        "window_right",
-        "rounds",
-    ]
-)
+@gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,

@@ -10,12 +10,13 @@ import heapq
 
 from ...spec import AttentionSpec
 
-# K and V of the heads that are worked on at a time: of the 50 MB of L2 that a program sees, what measured best.
+# K and V of the heads that are worked on at a time: of the 50 MB of L2, what was best for an earlier
+# kernel of this shape.
 SECTION_BYTES = 33_600_000
 # Tiles for each program that make a section large enough: K and V of fewer heads are read by more programs at a time.
 # S = 512 causal, D 128, 16k tokens on an H200: 334 -> 356 TFLOP/s against sections as large as the cache.
 SECTION_ROUNDS = 2
-# What a tile costs beside its key blocks, in key blocks: its epilogue and the start of its pipeline.
+# What a tile costs beside its key blocks, in key blocks: its epilogue and the start of its pipeline. An estimate.
 TILE_COST = 0.6
 
 Tile = tuple[int, int]
