@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile import dispatch, flash_attn_func
-from flashtile.backends.hopper import config, launch, passes_on, refusal
+from flashtile.backends.hopper import config, passes_on, refusal
 from flashtile.backends.hopper.schedule import TILE_COST, key_blocks, schedule
 from flashtile.testing import Result, Sample, make_inputs
 
@@ -105,41 +104,6 @@ def test_what_tma_can_read(layout, reason):
 def test_small_problems_are_left_to_the_next_backend():
     assert "GFLOP" in passes_on(spec((128, 128), (8, 8), (64, 64), BF16))
     assert passes_on(spec((2048, 2048), (16, 16), (128, 128), BF16, right=0)) is None
-
-
-def test_a_later_call_passes_what_the_first_did(monkeypatch):
-    """Without a GPU: what reaches the kernel by the short way of known problems, with other tensors."""
-    launched = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            def first(*arguments, num_warps):
-                launched.append(arguments)
-                return {(*grid, 1, 1): lambda *arguments, stream: launched.append(arguments)}
-
-            return first
-
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
-    monkeypatch.setattr(launch, "forward_kernel", Recorder())
-    monkeypatch.setattr(launch.triton.runtime, "driver", driver)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    case = spec((500, 700), (4, 2), (128, 96), BF16, right=0)
-    kernel = launch.ForwardKernel()
-    calls = []
-    for seed in range(2):
-        inputs = make_inputs(case, seed=seed)
-        calls.append((*inputs[:3], torch.zeros_like(inputs.dout), torch.zeros(2, 4, 500)))
-        kernel(case, *calls[-1])
-    for tensors, (*descriptors, lse, _, _) in zip(calls, [x[:7] for x in launched], strict=True):
-        assert all(x.base is y for x, y in zip(descriptors, tensors, strict=False))
-        assert lse is tensors[4]
-    shown = [
-        [(x.shape, x.strides, x.block_shape, x.layout, x.padding) for x in arguments[:4]] for arguments in launched
-    ]
-    assert shown[0] == shown[1]
-    assert torch.equal(launched[0][5], launched[1][5])
-    assert launched[0][6:] == launched[1][6:]
 
 
 @pytest.mark.gpu

@@ -29,9 +29,9 @@ def _triton_is_new_enough() -> bool:
 _INSTALLED = _triton_is_new_enough()
 
 if _INSTALLED:
-    from .launch import forward
+    from .launch import forward, forward_like
 
-__all__ = ["forward", "passes_on", "plan", "refusal", "supports"]
+__all__ = ["forward", "forward_like", "passes_on", "plan", "refusal", "supports"]
 
 # Fewer floating-point operations take less time on the GPU than describing four tensors to TMA takes on the host.
 WORTHWHILE = 8e9

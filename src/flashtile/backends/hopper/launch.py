@@ -1,24 +1,21 @@
-"""From a spec and tensors to a running Hopper kernel: schedule, TMA descriptors, what was compiled for a problem."""
+"""From a spec and tensors to a running Hopper kernel: tiles, TMA descriptors, schedule and arguments."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
+from ..launcher import Forward, Launcher, Run, forward_pass, forward_pass_like, launch_of
 from . import config
 from .forward import forward_kernel
 from .schedule import schedule
 
 LOG2E = 1.4426950408889634
-MAX_REMEMBERED = 4096  # problems, each with its compiled kernel and its schedule on the device
 
 
 @functools.cache
@@ -35,13 +32,6 @@ def _descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, dims], layout(rows, dims, x.dtype))
 
 
-def _like(known: TensorDescriptor, x: Tensor | None) -> TensorDescriptor:
-    """The descriptor of another tensor that lies like one described before, without the checks."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(known.__dict__, base=x)
-    return descriptor
-
-
 def _table(spec: AttentionSpec, tiles: config.Tiles, device: torch.device) -> Tensor:
     """(programs, rounds) int64: how many tiles a program has, then (batch * Hq + head) << 32 | m_block each."""
     programs = torch.cuda.get_device_properties(device).multi_processor_count
@@ -51,46 +41,17 @@ def _table(spec: AttentionSpec, tiles: config.Tiles, device: torch.device) -> Te
     return torch.tensor(rows, dtype=torch.int64).to(device)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What a problem whose tensors lie alike runs: compiled kernel, descriptors without a tensor, other arguments."""
+class ForwardKernel(Launcher):
+    """`forward_kernel` with its tiles, descriptors and schedule."""
 
-    run: Callable[..., None]
-    descriptors: tuple[TensorDescriptor, ...]
-    table: Tensor
-    arguments: tuple
-
-
-class ForwardKernel:
-    """`forward_kernel` with what was compiled and scheduled for each problem."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple, _Known] = {}
-
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Runs on the current stream of q's device; out and lse are fresh and contiguous."""
-        if q.device.index != torch.cuda.current_device():
-            with torch.cuda.device(q.device):
-                return self._run(spec, q.device.index, (q, k, v, out), lse)
-        return self._run(spec, q.device.index, (q, k, v, out), lse)
-
-    def _run(self, spec: AttentionSpec, device: int, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
-        key = (spec, device, *[x.stride() for x in tensors[:3]])
-        known = self._known.get(key)
-        if known is not None:
-            arguments = (*map(_like, known.descriptors, tensors), lse, known.table, *known.arguments)
-            stream = triton.runtime.driver.active.get_current_stream(device)
-            known.run(*arguments, stream=stream)
-            return
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+        *described, lse = tensors  # q, k, v, out
         tiles = config.choose(spec)
         table = _table(spec, tiles, lse.device)
-        descriptors = tuple(map(_descriptor, tensors, boxes(tiles)))
-        others = scalars(spec, tiles, rounds=table.shape[1])
-        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *others, num_warps=4)
-        if len(self._known) >= MAX_REMEMBERED:
-            self._known.clear()
-        without = tuple(_like(descriptor, None) for descriptor in descriptors)
-        self._known[key] = _Known(compiled[(len(table), 1, 1)], without, table, others)
+        descriptors = map(_descriptor, described, boxes(tiles))
+        arguments = (*descriptors, lse, table, *scalars(spec, tiles, rounds=table.shape[1]))
+        compiled = forward_kernel.warmup(*arguments, grid=(len(table),), num_warps=4, enable_fp_fusion=True)
+        return launch_of(compiled, lse.device, len(table), arguments, len(tensors))
 
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
@@ -118,7 +79,9 @@ FORWARD = ForwardKernel()
 
 def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32."""
-    out = q.new_empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v))
-    lse = q.new_empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32)
-    FORWARD(spec, q, k, v, out, lse)
-    return out, lse
+    return forward_pass(FORWARD, spec, q, k, v)
+
+
+def forward_like(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+    """`forward` for tensors that lie like these."""
+    return forward_pass_like(FORWARD, spec, q, k, v)
