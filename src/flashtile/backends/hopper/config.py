@@ -19,7 +19,6 @@ class Tiles:
     q_stages: int
     stages: int
     compute_registers: int
-    polynomial: int = 0  # of so many blocks of 8 columns one goes through the polynomial for 2^x; 0: none
     q_in_registers: bool = False  # rather than read from shared memory for each key block
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24

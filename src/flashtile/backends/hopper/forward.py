@@ -9,7 +9,6 @@ Legend: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, D
 warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, D_V) · m, l: (TILE_M,).
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,7 +23,6 @@ from .channel import make_ring
 from .compat import aggregate, load_async, store_async
 
 LN2 = gl.constexpr(0.6931471805599453)
-NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
 
@@ -48,13 +46,12 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
-    POLYNOMIAL: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, POLYNOMIAL, Q_IN_REGISTERS,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, Q_IN_REGISTERS,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -72,7 +69,6 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.POLYNOMIAL = gl.constexpr(POLYNOMIAL)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
 
     @gluon.jit
@@ -207,43 +203,6 @@ def row_sums_by_lane(x):
 
 
 @gluon.jit
-def exp2_by_polynomial(x):
-    """2^x for x <= 0 in additions and multiplications: 2^n times a polynomial in r, where x = n + r and |r| <= 1/2.
-
-    Relative error 1.6e-7, like the exponential units'; exactly 1 at 0; does not sink below 2^-126.
-    """
-    MAGIC: gl.constexpr = 12582912.0  # 1.5 * 2^23: with it added, the low bits hold the nearest integer
-    x = gl.maximum(x, -126.0, propagate_nan=NAN_STAYS)
-    n = x + MAGIC
-    r = x - (n - MAGIC)
-    y = gl.fma(r, 0.001326472731307149, 0.009671512991189957)
-    y = gl.fma(y, r, 0.05550733581185341)
-    y = gl.fma(y, r, 0.24022242426872253)
-    y = gl.fma(y, r, 0.6931470036506653)
-    y = gl.fma(y, r, 1.0)
-    return y * ((n.to(gl.int32, bitcast=True) << 23) + 0x3F800000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def exp2(x, POLYNOMIAL: gl.constexpr):
-    """2^x for x <= 0: of every POLYNOMIAL blocks of 8 columns one by the polynomial, the others by the exponential units.
-
-    0: none. The units' 16 results a cycle take as long as the products of a head dim of 64.
-    """
-    if POLYNOMIAL == 0:
-        return gl.exp2(x)
-    elif POLYNOMIAL == 1:
-        return exp2_by_polynomial(x)
-    else:
-        ROWS: gl.constexpr = x.shape[0]
-        COLS: gl.constexpr = x.shape[1]
-        even, odd = gl.split(x.reshape([ROWS, COLS // 16, 2, 8]).permute((0, 1, 3, 2)))
-        odd = exp2(odd.reshape([ROWS, COLS // 2]), POLYNOMIAL // 2).reshape([ROWS, COLS // 16, 8])
-        both = gl.join(gl.exp2(even), gl.convert_layout(odd, even.type.layout))
-        return gl.convert_layout(both.permute((0, 1, 3, 2)).reshape([ROWS, COLS]), x.type.layout)
-
-
-@gluon.jit
 def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.constexpr):
     """P, the new maximum and the factor for what was summed so far (Algorithm 1 of FlashAttention-2, line 9)."""
     if p.SOFTCAP:
@@ -256,11 +215,7 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, shift)  # a row that has seen no key yet
     alpha = gl.exp2(m * p.unit - shift)
-    s = s * p.unit - shift[:, None]
-    if MASKED:  # by the units, for which 2^-inf is 0
-        return gl.exp2(s), m_new, alpha
-    else:
-        return exp2(s, p.POLYNOMIAL), m_new, alpha
+    return gl.exp2(s * p.unit - shift[:, None]), m_new, alpha
 
 
 @gluon.jit
@@ -439,12 +394,12 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, POLYNOMIAL: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in,
-                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, POLYNOMIAL,
+                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
                 Q_IN_REGISTERS)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
