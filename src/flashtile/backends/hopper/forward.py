@@ -23,6 +23,8 @@ from .channel import make_ring
 from .compat import aggregate, load_async, store_async
 
 LN2 = gl.constexpr(0.6931471805599453)
+LEAST = gl.constexpr(2.0**-100)  # the sums with which a row can do without a running maximum:
+MOST = gl.constexpr(2.0**100)  # far from what float32 cannot hold
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
 
@@ -46,12 +48,13 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
+    STEADY: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, Q_IN_REGISTERS,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -69,6 +72,7 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.STEADY = gl.constexpr(STEADY)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
 
     @gluon.jit
@@ -108,6 +112,17 @@ class Problem:
 
 
 @gluon.jit
+def any_failed(p, failures):
+    """Whether a row of this program's tiles had a sum out of range. All warps of the program meet here."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r",
+        [FIRST_BARRIER + p.WARPGROUPS, 128 * p.WARPGROUPS + 32], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([failures.shape[0] // 32], [32], [gl.num_warps()], [0])
+    return gl.max(failures.load(layout), axis=0) != 0
+
+
+@gluon.jit
 def load_q(p, q_desc, q_ring, position, batch, head, m_block):
     """The rows of all warpgroups of a tile."""
     row = m_block * (p.WARPGROUPS * p.TILE_M)
@@ -118,14 +133,27 @@ def load_q(p, q_desc, q_ring, position, batch, head, m_block):
 
 
 @gluon.jit
-def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
-    """The producer warp: Q of every tile, and its blocks of K and V from the last to the first.
+def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures):
+    """The producer warp: what `compute_loop` reads."""
+    q_position = q_ring.first()
+    position = k_ring.first()
+    again = True
+    first_walk = True
+    while again:
+        q_position, position = load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position)
+        again = False
+        if p.STEADY:
+            again = any_failed(p, failures) & first_walk
+        first_walk = False
+
+
+@gluon.jit
+def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position):
+    """Q of every tile, and its blocks of K and V from the last to the first.
 
     Where Q has one slot, which the tile before frees late, the first K and V go ahead of it.
     """
     entries, n_tiles = p.tiles()
-    q_position = q_ring.first()
-    position = k_ring.first()
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
         first, _, _, end = p.key_blocks(m_block)
@@ -145,6 +173,7 @@ def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
                 if i == 0:
                     load_q(p, q_desc, q_ring, q_position, batch, head, m_block)
         q_position += 1
+    return q_position, position
 
 
 @gluon.jit
@@ -203,10 +232,20 @@ def row_sums_by_lane(x):
 
 
 @gluon.jit
+def capped(p, s):
+    return tanh(s * p.cap_in) if p.SOFTCAP else s
+
+
+@gluon.jit
+def probabilities(p, s, shift):
+    """P, not normalised: 2^(scores in base 2 - shift)."""
+    return gl.exp2(s * p.unit - shift[:, None])
+
+
+@gluon.jit
 def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.constexpr):
     """P, the new maximum and the factor for what was summed so far (Algorithm 1 of FlashAttention-2, line 9)."""
-    if p.SOFTCAP:
-        s = tanh(s * p.cap_in)
+    s = capped(p, s)
     if MASKED:
         if to_mask:
             s = mask(p, s, row, col, row_layout)
@@ -215,7 +254,7 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, shift)  # a row that has seen no key yet
     alpha = gl.exp2(m * p.unit - shift)
-    return gl.exp2(s * p.unit - shift[:, None]), m_new, alpha
+    return probabilities(p, s, shift), m_new, alpha
 
 
 @gluon.jit
@@ -242,26 +281,35 @@ def unpack(probs, dtype: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def step(
     p, warpgroup: gl.constexpr, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, MASKED: gl.constexpr,
-    s_layout: gl.constexpr, p_layout: gl.constexpr,
+    STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs."""
+    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs.
+
+    STEADY: m stays as it is, which saves finding maxima and rescaling O: a third of the instructions.
+    """
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
     s = warpgroup_mma(q, matrix(k_ring.buffer(position, 0)).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_ring.await_full(position - 1)
-    pv = unpack(probs, q.dtype, p_layout)
+    pv = unpack(probs, k_ring.buffers.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
     k_ring.release(position)
-    p_new, m_new, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
-    o = warpgroup_mma_wait(0, deps=(o,))
-    v_ring.release(position - 1)
-    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
-    return o, pack(p_new, q.dtype), m_new, l
+    if STEADY:
+        p_new = probabilities(p, capped(p, s), m * p.unit)
+        l += row_sums_by_lane(p_new)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        v_ring.release(position - 1)
+    else:
+        p_new, m, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        v_ring.release(position - 1)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
+    return o, pack(p_new, k_ring.buffers.dtype), m, l
 
 
 @gluon.jit
@@ -274,9 +322,14 @@ def store_out(o, out_desc, out_buffer, batch, row, head, col):
 
 
 @gluon.jit
-def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout: gl.constexpr):
+def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures, row_layout: gl.constexpr):
     """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
+    if p.STEADY:
+        size = gl.convert_layout(gl.sum(gl.abs(o), axis=1), row_layout)
+        good = (l_row >= LEAST) & (l_row <= MOST) & (size < float("inf"))
+        failed = (good | (m == float("-inf"))) ^ True
+        failures.store(failures.load(row_layout) | failed.to(gl.int32))
     empty = l_row == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
     lse = gl.where(empty, float("-inf"), (m * p.unit + gl.log2(l_row)) * LN2)
@@ -294,8 +347,29 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, row_layo
 
 
 @gluon.jit
-def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers):
-    """One warpgroup: TILE_M rows of every tile."""
+def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures):
+    """One warpgroup: TILE_M rows of every tile; twice, if it did not do without a running maximum."""
+    mine = failures.slice(warpgroup * p.TILE_M, p.TILE_M)
+    q_position = q_ring.first()
+    position = k_ring.first()
+    if p.STEADY:
+        careful = False
+        again = True
+        while again:
+            q_position, position = walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, mine,
+                                        q_position, position, careful)  # fmt: skip
+            again = any_failed(p, failures) & (careful ^ True)
+            careful = True
+    else:
+        walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, mine, q_position, position, True)
+
+
+@gluon.jit
+def walk(
+    warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures, q_position, position,
+    careful,
+):  # fmt: skip
+    """All tiles of this program once; returns the positions after them."""
     WARPS: gl.constexpr = gl.num_warps()
     D_V: gl.constexpr = v_ring.buffers.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
@@ -309,8 +383,6 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     m = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
     l = row_sums_by_lane(zero)
     has_o = False
-    q_position = q_ring.first()
-    position = k_ring.first()
     batch = 0
     head = 0
     row = 0
@@ -345,7 +417,8 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         o = warpgroup_mma_wait(0, deps=(o,))
         v_ring.release(position - 1, pred=t > 0)
         if t > 0:
-            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
+            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
+                   row_layout)  # fmt: skip
         probs = pack(probs_new, out_desc.dtype)
         m = m_new
         l = l_new
@@ -361,19 +434,30 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
             for i in range(end - 1 - middle):
                 col = (end - 2 - i) * p.TILE_N
                 o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
-                                      s_layout, p_layout)  # fmt: skip
+                                      False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
-        for _ in range(middle - last):
+        careful_steps = middle - last
+        if p.STEADY:
+            careful_steps = gl.where(careful, careful_steps, 0)
+        for _ in range(careful_steps):
             o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
-                                  s_layout, p_layout)  # fmt: skip
+                                  False, s_layout, p_layout)  # fmt: skip
             has_o = True
             position += 1
+        if p.STEADY:
+            steady_steps = middle - last - careful_steps
+            m = gl.where((steady_steps > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
+            for _ in range(steady_steps):
+                o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
+                                      True, s_layout, p_layout)  # fmt: skip
+                has_o = True
+                position += 1
         if p.HAS_LEFT:
             for i in range(last - first):
                 col = (last - 1 - i) * p.TILE_N
                 o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
-                                      s_layout, p_layout)  # fmt: skip
+                                      False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         if not p.Q_IN_REGISTERS:
@@ -385,8 +469,10 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     pv = unpack(probs, out_desc.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
+    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
+                   row_layout)  # fmt: skip
     tma.store_wait(0)
+    return q_position, position
 
 
 @gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds"])
@@ -394,28 +480,30 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, STEADY: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in,
-                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 Q_IN_REGISTERS)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
+    failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (2, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (2, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -64,7 +64,7 @@ def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
         rounds, unit, cap_in, tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
-        tiles.q_in_registers, tiles.compute_registers, tiles.load_registers,
+        spec.dtype == torch.bfloat16, tiles.q_in_registers, tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 
 
