@@ -469,8 +469,8 @@ def walk(
     pv = unpack(probs, out_desc.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
-                   row_layout)  # fmt: skip
+    v_ring.release(position - 1)
+    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
     tma.store_wait(0)
     return q_position, position
 
