@@ -181,15 +181,21 @@ def tanh(x):
 
 @gluon.jit
 def mask(p, s, row, col, row_layout: gl.constexpr):
-    """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants."""
+    """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants.
+
+    What the lane adds to a column, bits 1 and 2, is taken off the limits: added to the columns it would take a register
+    for each, hoisted out of the loop and spilled.
+    """
     rows = row + gl.arange(0, p.TILE_M, row_layout) + (p.seqlen_k - p.seqlen_q)
     cols = gl.arange(0, p.TILE_N, gl.SliceLayout(0, s.type.layout))
+    of_lane = (cols & 6)[None, :]
+    cols = (cols & ~6)[None, :]
     last = gl.zeros_like(rows) + (p.seqlen_k - 1 - col)
     if p.HAS_RIGHT:
         last = gl.minimum(last, rows + (p.window_right - col))
-    s = gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
+    s = gl.where(cols <= last[:, None] - of_lane, s, float("-inf"))
     if p.HAS_LEFT:
-        s = gl.where(cols[None, :] >= (rows - (p.window_left + col))[:, None], s, float("-inf"))
+        s = gl.where(cols >= (rows - (p.window_left + col))[:, None] - of_lane, s, float("-inf"))
     return s
 
 
