@@ -18,6 +18,7 @@ from .forward import forward_kernel
 from .schedule import schedule
 
 LOG2E = 1.4426950408889634
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
 MAX_REMEMBERED = 4096  # problems, each with its compiled kernel and its schedule on the device
 
 
@@ -86,7 +87,7 @@ class ForwardKernel:
         table = _table(spec, tiles, lse.device)
         descriptors = tuple(map(_descriptor, tensors, boxes(tiles)))
         others = scalars(spec, tiles, rounds=table.shape[1])
-        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *others, num_warps=4)
+        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *others, **OPTIONS)
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         without = tuple(_like(descriptor, None) for descriptor in descriptors)
