@@ -170,6 +170,15 @@ def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
+def keep_apart(warpgroup: gl.constexpr):
+    """An instruction that no other warpgroup has: without one, triton 3.9 makes a single code of what they do last, and
+    to meet in its registers the loops move P about and spill."""
+    gl.inline_asm_elementwise(
+        f"mov.b32 $0, $1; // warpgroup {warpgroup}", "=r,r", [warpgroup], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def tanh(x):
     """tanh in float32: from exp2 away from zero, by its series near zero."""
     e = gl.exp2(gl.abs(x) * -2.8853900817779268)
@@ -381,6 +390,7 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         q_position += 1
     if warpgroup == 0:
         take_turn(warpgroup)
+    keep_apart(warpgroup)
     v_ring.await_full(position - 1)
     pv = unpack(probs, out_desc.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
