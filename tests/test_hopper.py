@@ -113,7 +113,8 @@ def test_a_later_call_passes_what_the_first_did(monkeypatch):
 
     class Recorder:
         def __getitem__(self, grid):
-            def first(*arguments, num_warps):
+            def first(*arguments, num_warps, enable_fp_fusion):
+                assert enable_fp_fusion
                 launched.append(arguments)
                 return {(*grid, 1, 1): lambda *arguments, stream: launched.append(arguments)}
 
