@@ -201,6 +201,15 @@ def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
+def keep_apart(warpgroup: gl.constexpr):
+    """An instruction that no other warpgroup has: without one, triton 3.9 makes a single code of what they do last, and
+    to meet in its registers the loops move P about and spill."""
+    gl.inline_asm_elementwise(
+        f"mov.b32 $0, $1; // warpgroup {warpgroup}", "=r,r", [warpgroup], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def tanh(x):
     """tanh in float32: from exp2 away from zero, by its series near zero."""
     e = gl.exp2(gl.abs(x) * -2.8853900817779268)
@@ -212,15 +221,21 @@ def tanh(x):
 
 @gluon.jit
 def mask(p, s, row, col, row_layout: gl.constexpr):
-    """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants."""
+    """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants.
+
+    What the lane adds to a column, bits 1 and 2, is taken off the limits: added to the columns it would take a register
+    for each, hoisted out of the loop and spilled.
+    """
     rows = row + gl.arange(0, p.TILE_M, row_layout) + (p.seqlen_k - p.seqlen_q)
     cols = gl.arange(0, p.TILE_N, gl.SliceLayout(0, s.type.layout))
+    of_lane = (cols & 6)[None, :]
+    cols = (cols & ~6)[None, :]
     last = gl.zeros_like(rows) + (p.seqlen_k - 1 - col)
     if p.HAS_RIGHT:
         last = gl.minimum(last, rows + (p.window_right - col))
-    s = gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
+    s = gl.where(cols <= last[:, None] - of_lane, s, float("-inf"))
     if p.HAS_LEFT:
-        s = gl.where(cols[None, :] >= (rows - (p.window_left + col))[:, None], s, float("-inf"))
+        s = gl.where(cols >= (rows - (p.window_left + col))[:, None] - of_lane, s, float("-inf"))
     return s
 
 
@@ -465,6 +480,7 @@ def walk(
         q_position += 1
     if warpgroup == 0:
         take_turn(warpgroup)
+    keep_apart(warpgroup)
     v_ring.await_full(position - 1)
     pv = unpack(probs, out_desc.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)

@@ -16,6 +16,7 @@ from .forward import forward_kernel
 from .schedule import schedule
 
 LOG2E = 1.4426950408889634
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
 
 
 @functools.cache
@@ -50,7 +51,7 @@ class ForwardKernel(Launcher):
         table = _table(spec, tiles, lse.device)
         descriptors = map(_descriptor, described, boxes(tiles))
         arguments = (*descriptors, lse, table, *scalars(spec, tiles, rounds=table.shape[1]))
-        compiled = forward_kernel.warmup(*arguments, grid=(len(table),), num_warps=4, enable_fp_fusion=True)
+        compiled = forward_kernel.warmup(*arguments, grid=(len(table),), **OPTIONS)
         return launch_of(compiled, lse.device, len(table), arguments, len(tensors))
 
 
