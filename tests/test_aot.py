@@ -56,7 +56,7 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
     spills = spills_in_loops(compiled)
-    loops = hopper_config.choose(case).warpgroups * (2 if mask == "causal" else 1)
+    loops = hopper_config.choose(case).warpgroups * (3 if mask == "causal" else 2)  # with a mask, careful, steady
     assert spills == [0] * loops, f"triton {triton.__version__}, {usage}: spills by loop, the shortest first: {spills}"
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
 

@@ -127,6 +127,25 @@ def test_tensors_are_read_where_they_lie_or_by_another_backend(layout):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("growth", "value"),
+    [(0.0, 1.0), (60.0, 1.0), (20.0, 1e37)],
+    ids=["scores alike", "scores that overflow", "products that overflow"],
+)
+def test_rows_that_outgrow_the_maximum_of_their_last_keys(dim, right, growth, value):
+    """Scores grow towards the first keys, which are computed last."""
+    case = spec((1500, 1628), (8, 8), (dim, dim), BF16, right=right)
+    inputs = make_inputs(case, "cuda")
+    k = inputs.k * (1 + growth * torch.linspace(1, 0, case.seqlen_k, device="cuda")[None, :, None, None]).to(BF16)
+    inputs = inputs._replace(k=k, v=inputs.v * value)
+    out, lse = flash_attn_func(*inputs[:3], window_size=(-1, right), return_lse=True, backend="hopper")
+    assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside another stream"])
 def test_a_thousand_repeats_give_the_same_bits(dim, busy):

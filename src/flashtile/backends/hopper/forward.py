@@ -5,6 +5,10 @@ warpgroups compute 64 rows each by WGMMA, S of key block j + 1 issued before the
 and take turns on the matrix units (ping-pong, section 3.1). The walk is one flat loop: the first product of a tile runs
 under the last of the tile before, and its epilogue under the next softmax.
 
+Blocks that need no mask keep the maximum that the blocks before them found (STEADY). Any number will do for it, as it
+cancels in O / l and in L, as long as nothing overflows; a program that finds it did walks its tiles again, with the
+running maximum of the paper.
+
 Legend: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq) float32. A
 warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, D_V) · m, l: (TILE_M,).
 """
@@ -23,8 +27,8 @@ from .channel import make_ring
 from .compat import aggregate, load_async, store_async
 
 LN2 = gl.constexpr(0.6931471805599453)
-LEAST = gl.constexpr(2.0**-100)  # the sums with which a row can do without a running maximum:
-MOST = gl.constexpr(2.0**100)  # far from what float32 cannot hold
+LEAST = gl.constexpr(2.0**-100)  # Row sums between these can do without a running maximum: they, and the products
+MOST = gl.constexpr(2.0**100)  # they are sums of, are far from what float32 cannot hold.
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
 
@@ -113,7 +117,7 @@ class Problem:
 
 @gluon.jit
 def any_failed(p, failures):
-    """Whether a row of this program's tiles had a sum out of range. All warps of the program meet here."""
+    """Whether a row of this program's tiles could not do without a running maximum. All warps of the program meet."""
     gl.inline_asm_elementwise(
         "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r",
         [FIRST_BARRIER + p.WARPGROUPS, 128 * p.WARPGROUPS + 32], dtype=gl.int32, is_pure=False, pack=1,
@@ -137,19 +141,20 @@ def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures):
     """The producer warp: what `compute_loop` reads."""
     q_position = q_ring.first()
     position = k_ring.first()
-    again = True
-    first_walk = True
-    while again:
-        q_position, position = load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position)
-        again = False
-        if p.STEADY:
-            again = any_failed(p, failures) & first_walk
-        first_walk = False
+    if p.STEADY:
+        careful = False
+        again = True
+        while again:
+            q_position, position = load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position)
+            again = any_failed(p, failures) & (careful ^ True)
+            careful = True
+    else:
+        load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position)
 
 
 @gluon.jit
 def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position):
-    """Q of every tile, and its blocks of K and V from the last to the first.
+    """Q of every tile, and its blocks of K and V from the last to the first; returns the positions after them.
 
     Where Q has one slot, which the tile before frees late, the first K and V go ahead of it.
     """
@@ -247,7 +252,8 @@ def row_sums_by_lane(x):
 
 
 @gluon.jit
-def capped(p, s):
+def scores(p, s):
+    """S, in units that p.unit takes to base 2."""
     return tanh(s * p.cap_in) if p.SOFTCAP else s
 
 
@@ -260,7 +266,7 @@ def probabilities(p, s, shift):
 @gluon.jit
 def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.constexpr):
     """P, the new maximum and the factor for what was summed so far (Algorithm 1 of FlashAttention-2, line 9)."""
-    s = capped(p, s)
+    s = scores(p, s)
     if MASKED:
         if to_mask:
             s = mask(p, s, row, col, row_layout)
@@ -300,7 +306,7 @@ def step(
 ):  # fmt: skip
     """S of this block and O += P V of the block before, then the softmax of this one while the latter runs.
 
-    STEADY: m stays as it is, which saves finding maxima and rescaling O: a third of the instructions.
+    STEADY: with m as it is. Finding the maximum and rescaling O are a third of the instructions otherwise.
     """
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
@@ -314,7 +320,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=(s,))
     k_ring.release(position)
     if STEADY:
-        p_new = probabilities(p, capped(p, s), m * p.unit)
+        p_new = probabilities(p, scores(p, s), m * p.unit)
         l += row_sums_by_lane(p_new)
         o = warpgroup_mma_wait(0, deps=(o,))
         v_ring.release(position - 1)
@@ -341,9 +347,9 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
     """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
     if p.STEADY:
-        size = gl.convert_layout(gl.sum(gl.abs(o), axis=1), row_layout)
-        good = (l_row >= LEAST) & (l_row <= MOST) & (size < float("inf"))
-        failed = (good | (m == float("-inf"))) ^ True
+        size = gl.convert_layout(gl.sum(gl.abs(o), axis=1), row_layout)  # not finite, where a number of O is not
+        fine = (l_row >= LEAST) & (l_row <= MOST) & (size < float("inf"))
+        failed = (fine | (m == float("-inf"))) ^ True
         failures.store(failures.load(row_layout) | failed.to(gl.int32))
     empty = l_row == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
@@ -363,7 +369,7 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
 
 @gluon.jit
 def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures):
-    """One warpgroup: TILE_M rows of every tile; twice, if it did not do without a running maximum."""
+    """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
     mine = failures.slice(warpgroup * p.TILE_M, p.TILE_M)
     q_position = q_ring.first()
     position = k_ring.first()
@@ -371,20 +377,21 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         careful = False
         again = True
         while again:
-            q_position, position = walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, mine,
-                                        q_position, position, careful)  # fmt: skip
+            q_position, position = compute_walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers,
+                                                mine, q_position, position, careful)  # fmt: skip
             again = any_failed(p, failures) & (careful ^ True)
             careful = True
     else:
-        walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, mine, q_position, position, True)
+        compute_walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, mine, q_position, position,
+                     True)  # fmt: skip
 
 
 @gluon.jit
-def walk(
+def compute_walk(
     warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures, q_position, position,
     careful,
 ):  # fmt: skip
-    """All tiles of this program once; returns the positions after them."""
+    """All tiles of this program once, no block of them STEADY if `careful`; returns the positions after them."""
     WARPS: gl.constexpr = gl.num_warps()
     D_V: gl.constexpr = v_ring.buffers.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
@@ -452,18 +459,17 @@ def walk(
                                       False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
-        careful_steps = middle - last
+        steady = 0
         if p.STEADY:
-            careful_steps = gl.where(careful, careful_steps, 0)
-        for _ in range(careful_steps):
+            steady = gl.where(careful, 0, middle - last)
+        for _ in range(middle - last - steady):
             o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
                                   False, s_layout, p_layout)  # fmt: skip
             has_o = True
             position += 1
         if p.STEADY:
-            steady_steps = middle - last - careful_steps
-            m = gl.where((steady_steps > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
-            for _ in range(steady_steps):
+            m = gl.where((steady > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
+            for _ in range(steady):
                 o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
                                       True, s_layout, p_layout)  # fmt: skip
                 has_o = True

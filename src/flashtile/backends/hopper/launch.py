@@ -57,6 +57,7 @@ class ForwardKernel(Launcher):
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
+    steady = spec.dtype == torch.bfloat16  # float16 has no room for a P that grows past 1
     if spec.softcap > 0:
         unit, cap_in = spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
     else:
@@ -64,8 +65,8 @@ def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
         rounds, unit, cap_in, tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
-        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
-        spec.dtype == torch.bfloat16, tiles.q_in_registers, tiles.compute_registers, tiles.load_registers,
+        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady, tiles.q_in_registers,
+        tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 
 
