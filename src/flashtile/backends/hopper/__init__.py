@@ -33,7 +33,7 @@ if _INSTALLED:
 
 __all__ = ["forward", "forward_like", "passes_on", "plan", "refusal", "supports"]
 
-# Fewer floating-point operations take less time on the GPU than describing four tensors to TMA takes on the host.
+# Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
 
 
@@ -62,7 +62,7 @@ def passes_on(spec: AttentionSpec) -> str | None:
     pairs = spec.seqlen_q * spec.seqlen_k * (0.5 if spec.window_right >= 0 else 1.0)
     operations = 2 * spec.batch * spec.heads_q * pairs * (spec.head_dim + spec.head_dim_v)
     if operations < WORTHWHILE:
-        return f"{operations / 1e9:.1f} GFLOP are too few to be worth its host time: by itself it starts at 8"
+        return f"{operations / 1e9:.1f} GFLOP are too few to fill the GPU with its tiles: by itself it starts at 8"
     return None
 
 
