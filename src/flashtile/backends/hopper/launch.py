@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -61,47 +62,72 @@ class _Known:
     arguments: tuple
 
 
-class ForwardKernel:
-    """`forward_kernel` with what was compiled and scheduled for each problem."""
+class PersistentKernel:
+    """A kernel with what was compiled and scheduled for each problem."""
 
     def __init__(self) -> None:
         self._known: dict[tuple, _Known] = {}
 
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Runs on the current stream of q's device; out and lse are fresh and contiguous."""
-        if q.device.index != torch.cuda.current_device():
-            with torch.cuda.device(q.device):
-                return self._run(spec, q.device.index, (q, k, v, out), lse)
-        return self._run(spec, q.device.index, (q, k, v, out), lse)
+    def _fn(self) -> Any:
+        raise NotImplementedError
 
-    def _run(self, spec: AttentionSpec, device: int, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
-        key = (spec, device, *[x.stride() for x in tensors[:3]])
+    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[tuple, Tensor, tuple]:
+        """Descriptors of `tensors`, the schedule, and the arguments after it."""
+        raise NotImplementedError
+
+    def _launch(self, spec: AttentionSpec, tensors: tuple[Tensor, ...], free: int, pointer: Tensor) -> None:
+        """Runs on the current stream of the tensors' device; the layouts of the first `free` are the caller's."""
+        device = pointer.device.index
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._run(spec, device, tensors, free, pointer)
+        return self._run(spec, device, tensors, free, pointer)
+
+    def _run(self, spec: AttentionSpec, device: int, tensors: tuple[Tensor, ...], free: int, pointer: Tensor) -> None:
+        key = (spec, device, *[x.stride() for x in tensors[:free]])
         known = self._known.get(key)
         if known is not None:
-            arguments = (*map(_like, known.descriptors, tensors), lse, known.table, *known.arguments)
+            arguments = (*map(_like, known.descriptors, tensors), pointer, known.table, *known.arguments)
             stream = triton.runtime.driver.active.get_current_stream(device)
             known.run(*arguments, stream=stream)
             return
-        tiles = config.choose(spec)
-        table = _table(spec, tiles, lse.device)
-        descriptors = tuple(map(_descriptor, tensors, boxes(tiles)))
-        others = scalars(spec, tiles, rounds=table.shape[1])
-        compiled = forward_kernel[(len(table),)](*descriptors, lse, table, *others, num_warps=4)
+        descriptors, table, others = self._prepare(spec, tensors)
+        compiled = self._fn()[(len(table),)](*descriptors, pointer, table, *others, num_warps=4)
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         without = tuple(_like(descriptor, None) for descriptor in descriptors)
         self._known[key] = _Known(compiled[(len(table), 1, 1)], without, table, others)
 
 
+class ForwardKernel(PersistentKernel):
+    """`forward_kernel`."""
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """out and lse are fresh and contiguous."""
+        self._launch(spec, (q, k, v, out), 3, lse)
+
+    def _fn(self) -> Any:
+        return forward_kernel
+
+    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[tuple, Tensor, tuple]:
+        tiles = config.choose(spec)
+        table = _table(spec, tiles, tensors[0].device)
+        descriptors = tuple(map(_descriptor, tensors, boxes(tiles)))
+        return descriptors, table, scalars(spec, tiles, rounds=table.shape[1])
+
+
+def score_units(spec: AttentionSpec) -> tuple[float, float]:
+    """(unit, cap_in): scores in base 2 are s * unit, where s is q.k, with a soft cap tanh(q.k * cap_in)."""
+    if spec.softcap > 0:
+        return spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
+    return spec.softmax_scale * LOG2E, 0.0
+
+
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
-    if spec.softcap > 0:
-        unit, cap_in = spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
-    else:
-        unit, cap_in = spec.softmax_scale * LOG2E, 0.0
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, unit, cap_in, tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
+        rounds, *score_units(spec), tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
