@@ -1,4 +1,4 @@
-"""FlashAttention-3 in Gluon, for Hopper (sm_90a): the forward pass.
+"""FlashAttention-3 in Gluon, for Hopper (sm_90a).
 
 Where triton is missing or too old, this module imports all the same, and declines every call.
 """
@@ -29,9 +29,10 @@ def _triton_is_new_enough() -> bool:
 _INSTALLED = _triton_is_new_enough()
 
 if _INSTALLED:
+    from . import backward_launch
     from .launch import forward
 
-__all__ = ["forward", "passes_on", "plan", "refusal", "supports"]
+__all__ = ["backward", "forward", "leaves_backward", "passes_on", "plan", "refusal", "supports"]
 
 # Fewer floating-point operations take less time on the GPU than describing four tensors to TMA takes on the host.
 WORTHWHILE = 8e9
@@ -64,6 +65,33 @@ def passes_on(spec: AttentionSpec) -> str | None:
     if operations < WORTHWHILE:
         return f"{operations / 1e9:.1f} GFLOP are too few to be worth its host time: by itself it starts at 8"
     return None
+
+
+def leaves_backward(spec: AttentionSpec) -> str | None:
+    """Why the backward pass of a spec that it supports goes to another backend."""
+    if spec.deterministic:
+        return "its dQ is summed in no fixed order"
+    if max(spec.head_dim, spec.head_dim_v) > 128:
+        return f"dK and dV of {max(spec.head_dim, spec.head_dim_v)} dims do not fit in registers"
+    return None
+
+
+def backward(
+    spec: AttentionSpec,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, laid out as q, k and v, of tensors without a `refusal`; dK and dV are the same bits in every run."""
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif refusal(dout) is not None:
+        dout = dout.clone(memory_format=torch.contiguous_format)
+    return backward_launch.backward(spec, dout, dlse, q, k, v, out, lse)
 
 
 def refusal(*tensors: Tensor) -> str | None:

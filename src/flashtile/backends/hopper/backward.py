@@ -165,7 +165,7 @@ def dq_product(warpgroup: gl.constexpr, ds_buffers, slot, k_ring, tile, zero):
     for part in gl.static_range(WARPGROUPS):
         ds = ds_buffers.index(slot * WARPGROUPS + part).permute((1, 0))
         k = matrix(k_ring.buffer(tile, part))
-        if PART_M < ds.shape[0]:
+        if ds.shape[0] > PART_M:
             ds = ds.slice(warpgroup * PART_M, PART_M, dim=0)
         else:
             k = k.slice(warpgroup * PART_D, PART_D, dim=1)
@@ -278,7 +278,6 @@ def compute_loop(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     entry, n_tiles = p.tiles()
-    entries_end = entry + n_tiles * FIELDS
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     position = q_ring.first()
@@ -288,7 +287,7 @@ def compute_loop(
     zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
     s = scores(k_ring, tile, warpgroup, q_ring, position, zero)
     s = warpgroup_mma_wait(0, deps=(s,))
-    for t in range(n_tiles):
+    for _ in range(n_tiles):
         v_ring.await_full(tile)
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
@@ -344,5 +343,6 @@ def backward_kernel(
     gl.warp_specialize([
         (compute_loop, (0, p, dk_desc, dv_desc, dq_ptr, q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers)),
         (compute_loop, (1, p, dk_desc, dv_desc, dq_ptr, q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers)),
-        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -56,10 +56,8 @@ def finish_kernel(
     x = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (TILE_M * DIM) + tl.arange(0, TILE_M * DIM))
     # parts of rows, parts of columns, repeat, eight, warp, lane // 4, lane % 4, half, parity
     x = x.reshape([PARTS_M * PARTS_D, TILE_M // PARTS_M // 64, DIM // PARTS_D // 8, 4, 8, 4, 2, 2])
-    if PARTS_D > 1:
-        x = x.permute((1, 3, 6, 4, 0, 2, 5, 7))  # rows: repeat, warp, half, lane // 4
-    else:
-        x = x.permute((0, 1, 3, 6, 4, 2, 5, 7))
+    # to rows: (part, repeat, warp, half, lane // 4), columns: (part, eight, lane % 4, parity)
+    x = x.permute((1, 3, 6, 4, 0, 2, 5, 7) if PARTS_D > 1 else (0, 1, 3, 6, 4, 2, 5, 7))
     x = x.reshape([TILE_M, DIM]) * softmax_scale
     row = block * TILE_M + tl.arange(0, TILE_M)
     dims = tl.arange(0, DIM)

@@ -1,0 +1,114 @@
+"""From a spec and tensors to gradients: the backward pass's three kernels, launched."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...spec import AttentionSpec
+from . import config
+from .backward import FIELDS, backward_kernel
+from .backward_rows import begin_kernel, finish_kernel
+from .launch import PersistentKernel, _descriptor, score_units
+from .schedule import backward_schedule, tile_fields
+
+
+def row_blocks(spec: AttentionSpec, tiles: config.BackwardTiles) -> int:
+    """Blocks of queries of one head."""
+    return -(-spec.seqlen_q // tiles.tile_m)
+
+
+@functools.cache
+def rows_layout() -> gl.NVMMASharedLayout:
+    """How a block of shifts or deltas lies in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def boxes(tiles: config.BackwardTiles) -> tuple[tuple[int, int], ...]:
+    """(rows, dims) of the blocks in which q, dout, k, v, dk and dv are copied."""
+    queries, keys = (tiles.tile_m, tiles.head_dim), (tiles.warpgroup_keys, tiles.head_dim)
+    return queries, queries, keys, keys, keys, keys
+
+
+def _table(spec: AttentionSpec, tiles: config.BackwardTiles, device: torch.device) -> Tensor:
+    """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles."""
+    programs = torch.cuda.get_device_properties(device).multi_processor_count
+    lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
+    n_blocks = -(-spec.seqlen_k // tiles.keys)
+    fields = [tile_fields(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(n_blocks)]
+    width = FIELDS.value
+    padding = [0] * (width - 2 - len(fields[0]))
+    of_block = [field + padding for field in fields]
+    table = torch.zeros(len(lists), 1 + max(map(len, lists)), width, dtype=torch.int32)
+    for program, tiles_of in enumerate(lists):
+        rows = [[*divmod(head, spec.heads_k), *of_block[block]] for head, block in tiles_of]
+        table[program, 0, 0] = len(rows)
+        table[program, 1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    return table.to(device)
+
+
+def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tuple:
+    """The arguments of `backward_kernel` after the tensors."""
+    return (
+        spec.heads_q, spec.group, row_blocks(spec, tiles), spec.batch * spec.heads_q, rounds,
+        *score_units(spec), spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
+        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
+        tiles.compute_registers, tiles.load_registers,
+    )  # fmt: skip
+
+
+class BackwardKernel(PersistentKernel):
+    """`backward_kernel`."""
+
+    def __call__(self, spec: AttentionSpec, tensors: tuple[Tensor, ...], rows: Tensor, sums: Tensor) -> None:
+        """`tensors` are q, dout, k, v, dk, dv, of which the last two lie as empty_like says."""
+        self._launch(spec, (*tensors, rows), 4, sums)
+
+    def _fn(self) -> Any:
+        return backward_kernel
+
+    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[tuple, Tensor, tuple]:
+        tiles = config.choose_backward(spec)
+        *matrices, rows = tensors
+        of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
+        table = _table(spec, tiles, rows.device)
+        descriptors = (*map(_descriptor, matrices, boxes(tiles)), of_rows)
+        return descriptors, table, scalars(spec, tiles, rounds=table.shape[1])
+
+
+BACKWARD = BackwardKernel()
+
+
+def backward(
+    spec: AttentionSpec,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, laid out as q, k and v, by Algorithm 2, from tensors that TMA can read."""
+    tiles = config.choose_backward(spec)
+    heads, blocks = spec.batch * spec.heads_q, row_blocks(spec, tiles)
+    rows = q.new_empty((2 * heads * blocks * tiles.tile_m,), dtype=torch.float32)
+    sums = q.new_empty((heads * blocks * tiles.tile_m * tiles.head_dim,), dtype=torch.float32)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    begin_kernel[(heads * blocks,)](
+        out, dout, lse, dlse, rows, sums, *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
+        spec.heads_q, spec.seqlen_q, blocks, heads, DV=spec.head_dim_v, TILE_M=tiles.tile_m, DIM=tiles.head_dim,
+    )  # fmt: skip
+    BACKWARD(spec, (q, dout, k, v, dk, dv), rows, sums)
+    split_rows = tiles.tile_m > tiles.warpgroup_keys
+    finish_kernel[(heads * blocks,)](
+        sums, dq, *dq.stride()[:3], spec.heads_q, spec.seqlen_q, blocks, spec.softmax_scale,
+        D=spec.head_dim, TILE_M=tiles.tile_m, DIM=tiles.head_dim,
+        PARTS_M=2 if split_rows else 1, PARTS_D=1 if split_rows else 2,
+    )  # fmt: skip
+    return dq, dk, dv
