@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aot import compile_hopper, compile_kernel, kernels_and_tensors, serializes_products, spills_in_loops
+from aot import (
+    compile_hopper,
+    compile_hopper_backward,
+    compile_kernel,
+    kernels_and_tensors,
+    serializes_products,
+    spills_in_loops,
+)
 from cases import BF16, FLOAT, spec
 
 from flashtile.backends.hopper import config as hopper_config
@@ -52,8 +59,19 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_the_main_loop(mask, dim,
     assert sum(spills[:loops]) == 0, f"{usage}: spills in loops with products, the shortest first: {spills}"
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_backward_configs_compile_and_fit(mask, dim):
+    case = spec((4096, 4096), (16, 16), (dim, dim), BF16, **MASKS[mask])
+    usage, compiled = compile_hopper_backward(case)
+    assert usage.shared <= SHARED_MEMORY["sm_90"], usage
+    assert not serializes_products(compiled), usage
+
+
 def test_every_feature_at_once_compiles_for_hopper():
-    compile_hopper(spec((1000, 777), (6, 2), (80, 48), torch.float16, **FEATURES))
+    case = spec((1000, 777), (6, 2), (80, 48), torch.float16, **FEATURES)
+    compile_hopper(case)
+    compile_hopper_backward(case)
 
 
 def test_the_tables_are_the_architectures_tested_here():

@@ -271,7 +271,8 @@ def step(
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, p, dk_desc, dv_desc, dq_ptr, q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers
+    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, shifts, deltas,
+    ds_buffers,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile."""
     DIM: gl.constexpr = dk_desc.block_shape[3]
@@ -293,7 +294,7 @@ def compute_loop(
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         has = False
         for i in range(p.group):
-            dq_at = dq_ptr + ((head + i).to(gl.int64) * p.row_blocks + first) * (p.TILE_M * DIM)
+            dq_at = sums_ptr + ((head + i).to(gl.int64) * p.row_blocks + first) * (p.TILE_M * DIM)
             last = gl.where(i == p.group - 1, end - 1, -1)
             for block in range(first, end):
                 to_mask = block < full_first
@@ -322,7 +323,7 @@ def compute_loop(
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
 def backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, dq_ptr, schedule_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_ptr, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -341,8 +342,10 @@ def backward_kernel(
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (compute_loop, (0, p, dk_desc, dv_desc, dq_ptr, q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers)),
-        (compute_loop, (1, p, dk_desc, dv_desc, dq_ptr, q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers)),
+        (compute_loop, (0, p, dk_desc, dv_desc, sums_ptr,
+                        q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers)),
+        (compute_loop, (1, p, dk_desc, dv_desc, sums_ptr,
+                        q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
