@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import make_ring
+from .channel import make_ring, ring_of
 from .compat import aggregate, load_async, store_async
 from .forward import FIRST_BARRIER, matrix, tanh
 
@@ -105,10 +105,16 @@ def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, whi
 
 
 @gluon.jit
+def first_step(ring):
+    """The position at which both the rings of queries and that of dS, two deep, start."""
+    return 2 * ring.first()
+
+
+@gluon.jit
 def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas):
     """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO."""
     entry, n_tiles = p.tiles()
-    position = q_ring.first()
+    position = first_step(q_ring)
     tile = k_ring.first()
     for _ in range(n_tiles):
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
@@ -126,18 +132,18 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
                 position += 1
         tile += 1
         entry += FIELDS
-    # the S that a step computes ahead of the next, once more after the last
-    load_keys(k_desc, k_ring, tile, 0, 0, 0)
-    load_rows(p, q_desc, rows_desc, q_ring, shifts, position, 0, 0, 0, 0)
 
 
 @gluon.jit
-def meet():
-    """Waits for the other warpgroup."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + 0, WARPGROUPS * 128], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+def start_in_turn(warpgroup: gl.constexpr, mine: gl.constexpr):
+    """The second warpgroup waits, once, for the first: from then on one computes P and dS while the matrix units work
+    for the other."""
+    instruction: gl.constexpr = "bar.arrive" if warpgroup == 0 else "bar.sync"
+    if warpgroup == mine:
+        gl.inline_asm_elementwise(
+            instruction + " $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + 0, WARPGROUPS * 128], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -157,13 +163,13 @@ def mask(p, probs, entry, key, row):
 
 
 @gluon.jit
-def dq_product(warpgroup: gl.constexpr, ds_buffers, slot, k_ring, tile, zero):
-    """Line 15: this warpgroup's part of dQ = dS K over all keys of the tile; a half of D, or of the queries."""
+def dq_product(warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
+    """Line 15: issues this warpgroup's part of dQ = dS K over all keys of a tile, a half of D or of the queries."""
     PART_M: gl.constexpr = zero.shape[0]
     PART_D: gl.constexpr = zero.shape[1]
     dq = zero
     for part in gl.static_range(WARPGROUPS):
-        ds = ds_buffers.index(slot * WARPGROUPS + part).permute((1, 0))
+        ds = ds_ring.buffer(position, part).permute((1, 0))
         k = matrix(k_ring.buffer(tile, part))
         if ds.shape[0] > PART_M:
             ds = ds.slice(warpgroup * PART_M, PART_M, dim=0)
@@ -195,14 +201,6 @@ def add_dq(dq, dq_ptr):
 
 
 @gluon.jit
-def scores(k_ring, tile, warpgroup: gl.constexpr, q_ring, position, zero):
-    """Line 10: issues S^T = K Q^T of a step."""
-    k = matrix(k_ring.buffer(tile, warpgroup))
-    q = matrix(q_ring.buffer(position, 0))
-    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def store_keys(desc, buffer, x, batch, key, head):
     """Line 18: a warpgroup's dK or dV, by way of the K or V that it takes the place of."""
     matrix(buffer).store(x.to(desc.dtype))
@@ -211,114 +209,121 @@ def store_keys(desc, buffer, x, batch, key, head):
 
 
 @gluon.jit
-def step(
-    p, warpgroup: gl.constexpr, s, dk, dv, has, position, tile, tile_next, to_mask, entry, row, dq_ptr,
-    q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers,
+def probabilities_and_ds(
+    p, warpgroup: gl.constexpr, position, tile, to_mask, entry, row,
+    q_ring, dout_ring, k_ring, v_ring, shifts, deltas, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Lines 11 to 16 for one block of queries, whose S^T is there; returns dK, dV, and S^T of the next step.
-
-    While the matrix units work on dP the warpgroup computes P, on dV dS, and on the next S and dK it adds up dQ.
-    """
-    DIM: gl.constexpr = dk.shape[1]
-    PART_M: gl.constexpr = p.TILE_M // 2 if p.TILE_M > KEYS else p.TILE_M
-    PART_D: gl.constexpr = DIM if p.TILE_M > KEYS else DIM // 2
-    s_layout: gl.constexpr = s.type.layout
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_D, 16])
-    slot = position % q_ring.depth
+    """Lines 10, 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
+    numbers: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
+    slot = position % q_ring.depth
     q = matrix(q_ring.buffer(position, 0))
     dout = matrix(dout_ring.buffer(position, 0))
-    v = matrix(v_ring.buffer(tile, warpgroup))
-    # line 13
+    q_ring.await_full(position)
+    k = matrix(k_ring.buffer(tile, warpgroup))
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     dout_ring.await_full(position)
+    v = matrix(v_ring.buffer(tile, warpgroup))
     dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-    # line 11
+    shift = shifts.index(slot).load(numbers)
+    s = warpgroup_mma_wait(1, deps=(s,))
     if p.SOFTCAP:
         s = tanh(s * p.cap_in)
-    probs = gl.exp2(s * p.unit - shifts.index(slot).load(row_layout)[None, :])
+    probs = gl.exp2(s * p.unit - shift[None, :])
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row)
-    probs = probs.to(q.dtype)
-    # line 12
-    dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
-    # line 14
-    delta = deltas.index(slot).load(row_layout)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = probs.to(gl.float32) * (dp - delta[None, :])
+    delta = deltas.index(slot).load(numbers)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = probs * (dp - delta[None, :])
     if p.SOFTCAP:
         ds *= 1 - s * s
-    ds = ds.to(q.dtype)
-    ds_slot = position & 1
-    ds_buffers.index(ds_slot * WARPGROUPS + warpgroup).store(ds)
-    fence_async_shared()
-    meet()
-    # lines 15 and 16, and line 10 of the next step
-    dq_zero = gl.zeros([PART_M, PART_D], gl.float32, dq_layout)
-    dq = dq_product(warpgroup, ds_buffers, ds_slot, k_ring, tile, dq_zero)
-    dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
-    dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-    dout_ring.release(position)
-    add_dq(dq, dq_ptr)
-    k_ring.await_full(tile_next)
-    q_ring.await_full(position + 1)
-    s_next = scores(k_ring, tile_next, warpgroup, q_ring, position + 1, zero)
-    s_next, dk = warpgroup_mma_wait(0, deps=(s_next, dk))
-    q_ring.release(position)
-    return s_next, dk, dv
+    return probs.to(q.dtype), ds.to(q.dtype)
 
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, shifts, deltas,
-    ds_buffers,
+    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas
 ):  # fmt: skip
-    """One warpgroup: KEYS keys of every tile."""
+    """One warpgroup: KEYS keys of every tile.
+
+    dQ of a step is computed in the next, also across tiles: by then the other warpgroup, which is about half a step
+    apart, has its dS.
+    """
     DIM: gl.constexpr = dk_desc.block_shape[3]
+    PART_M: gl.constexpr = p.TILE_M // 2 if p.TILE_M > KEYS else p.TILE_M
+    PART_D: gl.constexpr = DIM if p.TILE_M > KEYS else DIM // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    entry, n_tiles = p.tiles()
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    dq_zero = gl.zeros([PART_M, PART_D], gl.float32, dq_layout)
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
-    position = q_ring.first()
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
     tile = k_ring.first()
-    k_ring.await_full(tile)
-    q_ring.await_full(position)
-    zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
-    s = scores(k_ring, tile, warpgroup, q_ring, position, zero)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    tile_before = tile
+    sums_ptr += warpgroup * (PART_M * PART_D)
+    dq_before = sums_ptr
+    start_in_turn(warpgroup, 1)
     for _ in range(n_tiles):
-        v_ring.await_full(tile)
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+        k_ring.await_full(tile)
+        v_ring.await_full(tile)
         has = False
         for i in range(p.group):
             dq_at = sums_ptr + ((head + i).to(gl.int64) * p.row_blocks + first) * (p.TILE_M * DIM)
-            last = gl.where(i == p.group - 1, end - 1, -1)
             for block in range(first, end):
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
-                s, dk, dv = step(
-                    p, warpgroup, s, dk, dv, has, position, tile, tile + (block == last).to(gl.int32),
-                    to_mask, entry, block * p.TILE_M, dq_at + warpgroup * (p.TILE_M * DIM // 2),
-                    q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers,
+                probs, ds = probabilities_and_ds(
+                    p, warpgroup, position, tile, to_mask, entry, block * p.TILE_M,
+                    q_ring, dout_ring, k_ring, v_ring, shifts, deltas, s_layout,
                 )  # fmt: skip
+                full = ds_ring.await_empty(position)
+                ds_ring.buffer(position, warpgroup).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(full)
+                if position == first_step(q_ring):
+                    start_in_turn(warpgroup, 0)
+                # lines 12 and 16, and line 15 of the step before
+                dout = matrix(dout_ring.buffer(position, 0))
+                dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
+                q = matrix(q_ring.buffer(position, 0))
+                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
+                ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
+                dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
+                dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
+                q_ring.release(position)
+                dout_ring.release(position)
+                ds_ring.release(position - 1, pred=position > first_step(q_ring))
+                if position > first_step(q_ring):
+                    add_dq(dq, dq_before)
+                if tile_before != tile:
+                    tma.store_wait(0)  # dK and dV of the tile before have left
+                    k_ring.release(tile_before)
+                    v_ring.release(tile_before)
+                tile_before = tile
+                dq_before = dq_at
                 has = True
                 position += 1
                 dq_at += p.TILE_M * DIM
-        # line 18
+        # line 18, both by way of this warpgroup's V: the other's dQ may still read K
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
-        store_keys(dv_desc, v_ring.buffer(tile, warpgroup), dv, batch, key, head_k)
-        meet()  # the other's dQ has read this K
-        store_keys(dk_desc, k_ring.buffer(tile, warpgroup), dk * p.softmax_scale, batch, key, head_k)
+        buffer = v_ring.buffer(tile, warpgroup)
+        store_keys(dv_desc, buffer, dv, batch, key, head_k)
         tma.store_wait(0)
-        k_ring.release(tile)
-        v_ring.release(tile)
+        store_keys(dk_desc, buffer, dk * p.softmax_scale, batch, key, head_k)
         tile += 1
         entry += FIELDS
+    ds_ring.await_full(position - 1)
+    dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    add_dq(dq, dq_before)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
@@ -340,12 +345,13 @@ def backward_kernel(
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
+    ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
         (compute_loop, (0, p, dk_desc, dv_desc, sums_ptr,
-                        q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers)),
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas)),
         (compute_loop, (1, p, dk_desc, dv_desc, sums_ptr,
-                        q_ring, dout_ring, k_ring, v_ring, shifts, deltas, ds_buffers)),
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
