@@ -94,7 +94,6 @@ def compile_hopper(spec: AttentionSpec) -> tuple[Usage, object]:
 def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
     """Compiles the main kernel of what a backward call on Hopper would run."""
     from flashtile.backends.hopper import backward_launch, config
-    from flashtile.backends.hopper.backward import backward_kernel
 
     tiles = config.choose_backward(spec)
     scalars = backward_launch.scalars(spec, tiles, rounds=100)
@@ -102,7 +101,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
         "rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.rows_layout()!r}>",
         "sums_ptr": "*fp32",
     }
-    return _compile_gluon(backward_kernel, spec, backward_launch.boxes(tiles), others, "*i32", scalars)
+    return _compile_gluon(backward_launch.kernel_of(tiles), spec, backward_launch.boxes(tiles), others, "*i32", scalars)
 
 
 def _compile_gluon(

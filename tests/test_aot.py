@@ -60,7 +60,7 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_the_main_loop(mask, dim,
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_hopper_backward_configs_compile_and_fit(mask, dim):
     case = spec((4096, 4096), (16, 16), (dim, dim), BF16, **MASKS[mask])
     usage, compiled = compile_hopper_backward(case)

@@ -71,8 +71,6 @@ def leaves_backward(spec: AttentionSpec) -> str | None:
     """Why the backward pass of a spec that it supports goes to another backend."""
     if spec.deterministic:
         return "its dQ is summed in no fixed order"
-    if max(spec.head_dim, spec.head_dim_v) > 128:
-        return f"dK and dV of {max(spec.head_dim, spec.head_dim_v)} dims do not fit in registers"
     return None
 
 

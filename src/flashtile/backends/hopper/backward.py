@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import make_ring, ring_of
 from .compat import aggregate, load_async, store_async
-from .forward import FIRST_BARRIER, matrix, tanh
+from .forward import matrix, pass_turn, take_turn, tanh
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 WARPGROUPS = gl.constexpr(2)
@@ -87,10 +87,10 @@ class Problem:
 
 @gluon.jit
 def load_keys(desc, ring, position, batch, head, key):
-    """Lines 6: a tile's K or V, half for each warpgroup."""
+    """Line 6: a tile's K or V, in as many parts as there are warpgroups that share it out."""
     full = ring.await_empty(position)
-    mbarrier.expect(full, desc.block_type.nbytes * WARPGROUPS)
-    for part in gl.static_range(WARPGROUPS):
+    mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
+    for part in gl.static_range(ring.parts):
         load_async(desc, [batch, key + part * KEYS, head, 0], full, ring.buffer(position, part))
 
 
@@ -132,18 +132,6 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
                 position += 1
         tile += 1
         entry += FIELDS
-
-
-@gluon.jit
-def start_in_turn(warpgroup: gl.constexpr, mine: gl.constexpr):
-    """The second warpgroup waits, once, for the first: from then on one computes P and dS while the matrix units work
-    for the other."""
-    instruction: gl.constexpr = "bar.arrive" if warpgroup == 0 else "bar.sync"
-    if warpgroup == mine:
-        gl.inline_asm_elementwise(
-            instruction + " $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + 0, WARPGROUPS * 128], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -265,7 +253,9 @@ def compute_loop(
     tile_before = tile
     sums_ptr += warpgroup * (PART_M * PART_D)
     dq_before = sums_ptr
-    start_in_turn(warpgroup, 1)
+    # from here on one warpgroup computes P and dS while the matrix units work for the other
+    if warpgroup == 1:
+        take_turn(1)
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
@@ -286,8 +276,9 @@ def compute_loop(
                 ds_ring.buffer(position, warpgroup).store(ds)
                 fence_async_shared()
                 mbarrier.arrive(full)
-                if position == first_step(q_ring):
-                    start_in_turn(warpgroup, 0)
+                if warpgroup == 0:
+                    if position == first_step(q_ring):
+                        pass_turn(0, WARPGROUPS)
                 # lines 12 and 16, and line 15 of the step before
                 dout = matrix(dout_ring.buffer(position, 0))
                 dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)

@@ -14,8 +14,14 @@ from ...spec import AttentionSpec
 from . import config
 from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
+from .backward_wide import wide_backward_kernel
 from .launch import PersistentKernel, _descriptor, score_units
 from .schedule import backward_schedule, tile_fields
+
+
+def kernel_of(tiles: config.BackwardTiles) -> Any:
+    """The main kernel."""
+    return wide_backward_kernel if tiles.wide else backward_kernel
 
 
 def row_blocks(spec: AttentionSpec, tiles: config.BackwardTiles) -> int:
@@ -31,7 +37,7 @@ def rows_layout() -> gl.NVMMASharedLayout:
 
 def boxes(tiles: config.BackwardTiles) -> tuple[tuple[int, int], ...]:
     """(rows, dims) of the blocks in which q, dout, k, v, dk and dv are copied."""
-    queries, keys = (tiles.tile_m, tiles.head_dim), (tiles.warpgroup_keys, tiles.head_dim)
+    queries, keys = (tiles.tile_m, tiles.head_dim), (tiles.box_keys, tiles.head_dim)
     return queries, queries, keys, keys, keys, keys
 
 
@@ -63,22 +69,19 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
 
 
 class BackwardKernel(PersistentKernel):
-    """`backward_kernel`."""
+    """`backward_kernel` or `wide_backward_kernel`."""
 
     def __call__(self, spec: AttentionSpec, tensors: tuple[Tensor, ...], rows: Tensor, sums: Tensor) -> None:
         """`tensors` are q, dout, k, v, dk, dv, of which the last two lie as empty_like says."""
         self._launch(spec, (*tensors, rows), 4, sums)
 
-    def _fn(self) -> Any:
-        return backward_kernel
-
-    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[tuple, Tensor, tuple]:
+    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[Any, tuple, Tensor, tuple]:
         tiles = config.choose_backward(spec)
         *matrices, rows = tensors
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
         table = _table(spec, tiles, rows.device)
         descriptors = (*map(_descriptor, matrices, boxes(tiles)), of_rows)
-        return descriptors, table, scalars(spec, tiles, rounds=table.shape[1])
+        return kernel_of(tiles), descriptors, table, scalars(spec, tiles, rounds=table.shape[1])
 
 
 BACKWARD = BackwardKernel()
@@ -105,7 +108,7 @@ def backward(
         spec.heads_q, spec.seqlen_q, blocks, heads, DV=spec.head_dim_v, TILE_M=tiles.tile_m, DIM=tiles.head_dim,
     )  # fmt: skip
     BACKWARD(spec, (q, dout, k, v, dk, dv), rows, sums)
-    split_rows = tiles.tile_m > tiles.warpgroup_keys
+    split_rows = tiles.tile_m > tiles.box_keys
     finish_kernel[(heads * blocks,)](
         sums, dq, *dq.stride()[:3], spec.heads_q, spec.seqlen_q, blocks, spec.softmax_scale,
         D=spec.head_dim, TILE_M=tiles.tile_m, DIM=tiles.head_dim,

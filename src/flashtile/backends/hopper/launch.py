@@ -68,11 +68,8 @@ class PersistentKernel:
     def __init__(self) -> None:
         self._known: dict[tuple, _Known] = {}
 
-    def _fn(self) -> Any:
-        raise NotImplementedError
-
-    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[tuple, Tensor, tuple]:
-        """Descriptors of `tensors`, the schedule, and the arguments after it."""
+    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[Any, tuple, Tensor, tuple]:
+        """The kernel, descriptors of `tensors`, the schedule, and the arguments after it."""
         raise NotImplementedError
 
     def _launch(self, spec: AttentionSpec, tensors: tuple[Tensor, ...], free: int, pointer: Tensor) -> None:
@@ -91,8 +88,8 @@ class PersistentKernel:
             stream = triton.runtime.driver.active.get_current_stream(device)
             known.run(*arguments, stream=stream)
             return
-        descriptors, table, others = self._prepare(spec, tensors)
-        compiled = self._fn()[(len(table),)](*descriptors, pointer, table, *others, num_warps=4)
+        fn, descriptors, table, others = self._prepare(spec, tensors)
+        compiled = fn[(len(table),)](*descriptors, pointer, table, *others, num_warps=4)
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         without = tuple(_like(descriptor, None) for descriptor in descriptors)
@@ -106,14 +103,11 @@ class ForwardKernel(PersistentKernel):
         """out and lse are fresh and contiguous."""
         self._launch(spec, (q, k, v, out), 3, lse)
 
-    def _fn(self) -> Any:
-        return forward_kernel
-
-    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[tuple, Tensor, tuple]:
+    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[Any, tuple, Tensor, tuple]:
         tiles = config.choose(spec)
         table = _table(spec, tiles, tensors[0].device)
         descriptors = tuple(map(_descriptor, tensors, boxes(tiles)))
-        return descriptors, table, scalars(spec, tiles, rounds=table.shape[1])
+        return forward_kernel, descriptors, table, scalars(spec, tiles, rounds=table.shape[1])
 
 
 def score_units(spec: AttentionSpec) -> tuple[float, float]:
