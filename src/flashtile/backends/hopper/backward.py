@@ -250,7 +250,7 @@ def compute_loop(
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     tile = k_ring.first()
-    tile_before = tile
+    tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     sums_ptr += warpgroup * (PART_M * PART_D)
     dq_before = sums_ptr
     # from here on one warpgroup computes P and dS while the matrix units work for the other
@@ -292,10 +292,10 @@ def compute_loop(
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
                     add_dq(dq, dq_before)
-                if tile_before != tile:
-                    tma.store_wait(0)  # dK and dV of the tile before have left
-                    k_ring.release(tile_before)
-                    v_ring.release(tile_before)
+                    if tile_before != tile:
+                        tma.store_wait(0)  # dK and dV of the tile before have left
+                        k_ring.release(tile_before)
+                        v_ring.release(tile_before)
                 tile_before = tile
                 dq_before = dq_at
                 has = True
