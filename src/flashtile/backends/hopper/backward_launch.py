@@ -41,21 +41,20 @@ def boxes(tiles: config.BackwardTiles) -> tuple[tuple[int, int], ...]:
     return queries, queries, keys, keys, keys, keys
 
 
-def _table(spec: AttentionSpec, tiles: config.BackwardTiles, device: torch.device) -> Tensor:
+def table(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Tensor:
     """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles."""
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
     lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
     n_blocks = -(-spec.seqlen_k // tiles.keys)
     fields = [tile_fields(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(n_blocks)]
     width = FIELDS.value
     padding = [0] * (width - 2 - len(fields[0]))
     of_block = [field + padding for field in fields]
-    table = torch.zeros(len(lists), 1 + max(map(len, lists)), width, dtype=torch.int32)
+    found = torch.zeros(len(lists), 1 + max(map(len, lists)), width, dtype=torch.int32)
     for program, tiles_of in enumerate(lists):
         rows = [[*divmod(head, spec.heads_k), *of_block[block]] for head, block in tiles_of]
-        table[program, 0, 0] = len(rows)
-        table[program, 1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.int32)
-    return table.to(device)
+        found[program, 0, 0] = len(rows)
+        found[program, 1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    return found
 
 
 def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tuple:
@@ -79,9 +78,10 @@ class BackwardKernel(PersistentKernel):
         tiles = config.choose_backward(spec)
         *matrices, rows = tensors
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
-        table = _table(spec, tiles, rows.device)
+        programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
+        tiles_of = table(spec, tiles, programs).to(rows.device)
         descriptors = (*map(_descriptor, matrices, boxes(tiles)), of_rows)
-        return kernel_of(tiles), descriptors, table, scalars(spec, tiles, rounds=table.shape[1])
+        return kernel_of(tiles), descriptors, tiles_of, scalars(spec, tiles, rounds=tiles_of.shape[1])
 
 
 BACKWARD = BackwardKernel()

@@ -88,7 +88,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                     probs = mask(p, probs, entry, 0, block * p.TILE_M)
                 given = probs
                 if p.SOFTCAP:
-                    given *= 1 - s * s  # all that dS needs of the scores
+                    given = probs * (1 - s * s)  # all that dS needs of the scores
                 full = probs_ring.await_empty(position)
                 probs_ring.buffer(position, 0).store(given.to(dv_desc.dtype))
                 mbarrier.arrive(full)
