@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -82,24 +83,46 @@ def _usage(compiled: object, arch: str) -> Usage:
 
 def compile_hopper(spec: AttentionSpec) -> tuple[Usage, object]:
     """Compiles what a forward call on Hopper would run."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from flashtile.backends.hopper import config, launch
     from flashtile.backends.hopper.forward import forward_kernel
 
     tiles = config.choose(spec)
+    scalars = launch.scalars(spec, tiles, rounds=100)
+    return _compile_gluon(forward_kernel, spec, launch.boxes(tiles), {"lse_ptr": "*fp32"}, "*i64", scalars)
+
+
+def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
+    """Compiles the main kernel of what a backward call on Hopper would run."""
+    from flashtile.backends.hopper import backward_launch, config
+
+    tiles = config.choose_backward(spec)
+    scalars = backward_launch.scalars(spec, tiles, rounds=100)
+    others = {
+        "rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.rows_layout()!r}>",
+        "sums_ptr": "*fp32",
+    }
+    return _compile_gluon(backward_launch.kernel_of(tiles), spec, backward_launch.boxes(tiles), others, "*i32", scalars)
+
+
+def _compile_gluon(
+    kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str], schedule: str, scalars: tuple
+) -> tuple[Usage, object]:
+    """A kernel of the Hopper backend: descriptors of `boxes`, other pointers, the schedule, scalars and constants."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from flashtile.backends.hopper import launch
+
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[spec.dtype]
-    names, values = forward_kernel.arg_names, launch.scalars(spec, tiles, rounds=100)
     signature, constants = {}, {}
-    for name, (rows, dims) in zip(names, launch.boxes(tiles), strict=False):
+    for name, (rows, dims) in zip(kernel.arg_names, boxes, strict=False):
         signature[name] = f"tensordesc<{element}[1, {rows}, 1, {dims}],{launch.layout(rows, dims, spec.dtype)!r}>"
-    signature |= {"lse_ptr": "*fp32", "schedule_ptr": "*i64"}
-    for parameter, value in zip(forward_kernel.params[len(signature) :], values, strict=True):
+    signature |= others | {"schedule_ptr": schedule}
+    for parameter, value in zip(kernel.params[len(signature) :], scalars, strict=True):
         signature[parameter.name] = "constexpr" if parameter.is_constexpr else "fp32" if value != int(value) else "i32"
         if parameter.is_constexpr:
             constants[parameter.name] = value
-    signature |= {"unit": "fp32", "cap_in": "fp32"}
-    source = GluonASTSource(forward_kernel, signature, constants, {})
+    signature |= {name: "fp32" for name in ("unit", "cap_in", "softmax_scale") if name in signature}
+    source = GluonASTSource(kernel, signature, constants, {})
     compiled = triton.compile(source, target=target_of("sm_90"), options=launch.OPTIONS)
     return _usage(compiled, "sm_90"), compiled
 
@@ -151,7 +174,8 @@ def serializes_products(compiled: object) -> bool:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(compiled.asm["ptx"])
         command = [ptxas, "--gpu-name", "sm_90a", "--verbose", ptx, "--output-file", ptx.with_suffix(".cubin")]
-        return "C7515" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return any(code in report for code in ("C7512", "C7514", "C7515"))
 
 
 def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Tensor | None, ...]]]:

@@ -7,6 +7,7 @@ import torch
 import triton
 from aot import (
     compile_hopper,
+    compile_hopper_backward,
     compile_kernel,
     kernels_and_tensors,
     overwritten_operands,
@@ -61,8 +62,19 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hopper_backward_configs_compile_and_fit(mask, dim):
+    case = spec((4096, 4096), (16, 16), (dim, dim), BF16, **MASKS[mask])
+    usage, compiled = compile_hopper_backward(case)
+    assert usage.shared <= SHARED_MEMORY["sm_90"], usage
+    assert not serializes_products(compiled), usage
+
+
 def test_every_feature_at_once_compiles_for_hopper():
-    compile_hopper(spec((1000, 777), (6, 2), (80, 48), torch.float16, **FEATURES))
+    case = spec((1000, 777), (6, 2), (80, 48), torch.float16, **FEATURES)
+    compile_hopper(case)
+    compile_hopper_backward(case)
 
 
 def test_the_tables_are_the_architectures_tested_here():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashtile import dispatch, flash_attn_func
 from flashtile.backends.hopper import config, passes_on, refusal
-from flashtile.backends.hopper.schedule import TILE_COST, key_blocks, schedule
+from flashtile.backends.hopper.schedule import TILE_COST, backward_schedule, key_blocks, query_blocks, schedule
 from flashtile.testing import Result, Sample, make_inputs
 
 PROGRAMS = 132
@@ -40,6 +40,36 @@ def test_key_blocks_hold_every_visible_key(seqlen_q, seqlen_k, left, right, tile
         blocks = {key // tile_n for first, end in seen for key in (first, end - 1) if end > first}
         spread = max(blocks) - min(blocks) + 1 if blocks else 1
         assert key_blocks(case, m_block, rows, tile_n) >= spread
+
+
+@given(lengths, lengths, windows, windows, st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 1)]))
+def test_every_tile_of_the_backward_pass_is_scheduled_once(seqlen_q, seqlen_k, left, right, batch, heads):
+    case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch, left=left, right=right)
+    lists = backward_schedule(case, 128, 64, PROGRAMS)
+    tiles = [tile for program in lists for tile in program]
+    blocks = -(-seqlen_k // 128)
+    assert sorted(tiles) == [(head, n_block) for head in range(batch * heads[1]) for n_block in range(blocks)]
+    assert len(lists) <= PROGRAMS
+    assert all(lists)
+
+
+@given(lengths, lengths, windows, windows, st.sampled_from([64, 128]))
+def test_query_blocks_hold_every_visible_pair_and_mask_where_one_is_not(seqlen_q, seqlen_k, left, right, tile_m):
+    case = spec((seqlen_q, seqlen_k), left=left, right=right)
+    queries, keys = torch.arange(seqlen_q)[:, None] + case.offset, torch.arange(seqlen_k)
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if left >= 0:
+        seen &= keys >= queries - left
+    if right >= 0:
+        seen &= keys <= queries + right
+    for n_block, of_tile in enumerate(seen.split(128, 1)):
+        first, end, full_first, full_end = query_blocks(case, n_block, 128, tile_m)
+        assert 0 <= first < end <= -(-seqlen_q // tile_m)
+        blocks = of_tile.split(tile_m)
+        assert not any(block.any() for block in (*blocks[:first], *blocks[end:]))
+        for i in range(max(first, full_first), min(end, full_end)):
+            assert blocks[i].all()
+            assert blocks[i].shape[1] == 128
 
 
 @pytest.mark.parametrize("seqlen", [2048, 4096, 8192, 16384])
@@ -121,8 +151,31 @@ def test_tensors_are_read_where_they_lie_or_by_another_backend(layout):
         q, k, v = (torch.cat((x, x[..., :4]), -1)[..., :64] for x in (q, k, v))
         with pytest.raises(ValueError, match="'hopper' cannot run this call: TMA wants strides"):
             flash_attn_func(q, k, v, causal=True, backend="hopper")
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
-    assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, inputs.dlse))
+    assert [e for e in Sample.of(case, inputs).errors(Result(out, lse, *gradients)) if not e.ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dout", ["heads-first", "expanded", "none", "without dlse"])
+def test_gradients_of_out_may_lie_anyhow(dout):
+    case = spec((900, 900), (8, 2), (128, 128), BF16, right=0)
+    inputs = make_inputs(case, "cuda")
+    if dout == "heads-first":
+        inputs = inputs._replace(dout=inputs.dout.transpose(1, 2).contiguous().transpose(1, 2))
+    elif dout == "expanded":
+        inputs = inputs._replace(dout=inputs.dout[:1, :1].expand_as(inputs.dout))
+    elif dout == "none":
+        inputs = inputs._replace(dout=torch.zeros_like(inputs.dout))
+    else:
+        inputs = inputs._replace(dlse=torch.zeros_like(inputs.dlse))
+    choice = dispatch.choose(case, inputs.q.device, "hopper")
+    out, lse = choice.forward(case, *inputs[:3])
+    given = (None if dout == "none" else inputs.dout, None if dout == "without dlse" else inputs.dlse)
+    gradients = choice.backward(case, *given, *inputs[:3], out, lse)
+    assert [e for e in Sample.of(case, inputs).errors(Result(out, lse, *gradients)) if not e.ok] == []
 
 
 @pytest.mark.gpu
@@ -159,3 +212,19 @@ def test_a_thousand_repeats_give_the_same_bits(dim, busy):
             with torch.cuda.stream(other):
                 matrix @ matrix
         assert all(torch.equal(x, y) for x, y in zip(choice.forward(case, q, k, v), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dk_and_dv_are_the_same_bits_every_time_and_dq_nearly(dim):
+    case = spec((2000, 2000), (16, 4), (dim, dim), BF16, right=0)
+    q, k, v, dout, dlse = make_inputs(case, "cuda")
+    choice = dispatch.choose(case, q.device, "hopper")
+    out, lse = choice.forward(case, q, k, v)
+    first = choice.backward(case, dout, dlse, q, k, v, out, lse)
+    for _ in range(200):
+        dq, dk, dv = choice.backward(case, dout, dlse, q, k, v, out, lse)
+        assert torch.equal(dk, first[1])
+        assert torch.equal(dv, first[2])
+        assert (dq.float() - first[0].float()).abs().max() <= 2**-7 * first[0].float().abs().max()

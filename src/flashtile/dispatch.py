@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
     fastest: Backend  # for the forward pass, where it can read the tensors as they lie
     otherwise: Backend | None  # where it cannot; None: that is an error
-    differentiable: Any  # for the backward pass: a Backend that has one
+    differentiable: Any  # for the backward pass, where it can read them: a Backend that has one
 
     def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse); ValueError where the backend asked for cannot read q, k or v as they lie in memory."""
@@ -54,9 +54,19 @@ class Choice(NamedTuple):
             return self.otherwise
         return backend
 
-    def backward(self, spec: AttentionSpec, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) from dout, dlse, q, k, v, out, lse."""
-        return self.differentiable.backward(spec, *tensors)
+    def backward(
+        self, spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+        out: Tensor, lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(dq, dk, dv)."""
+        return self.backward_of(q, k, v).backward(spec, dout, dlse, q, k, v, out, lse)
+
+    def backward_of(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        """The backend for the backward pass of q, k and v as they lie in memory."""
+        refusal = getattr(self.differentiable, "refusal", None)
+        if self.otherwise is not None and refusal and refusal(q, k, v):
+            return self.otherwise
+        return self.differentiable
 
 
 def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None) -> Choice:
@@ -69,8 +79,13 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None
     able = [BACKENDS[name] for name, reason in declined(spec, device).items() if reason is None]
     fastest = able[0] if backend is None else BACKENDS[backend]
     otherwise = next(candidate for candidate in able if not hasattr(candidate, "refusal")) if backend is None else None
-    differentiable = next(candidate for candidate in (fastest, *able) if hasattr(candidate, "backward"))
+    differentiable = next(candidate for candidate in (fastest, *able) if _differentiates(candidate, spec))
     return Choice(fastest, otherwise, differentiable)
+
+
+def _differentiates(backend: Backend, spec: AttentionSpec) -> bool:
+    leaves_backward = getattr(backend, "leaves_backward", None)
+    return hasattr(backend, "backward") and (leaves_backward is None or leaves_backward(spec) is None)
 
 
 def name_of(backend: Backend) -> str:

@@ -67,7 +67,7 @@ class _PlainAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
         grads: tuple = (None, None, None)
         if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
-            name = dispatch.name_of(ctx.choice.differentiable)
+            name = dispatch.name_of(ctx.choice.backward_of(*ctx.saved_tensors[:3]))
             grads = _backward_op(dout, dlse, *ctx.saved_tensors, *ctx.spec.settings, name)
         elif dout is not None or dlse is not None:
             grads = ctx.choice.backward(ctx.spec, dout, dlse, *ctx.saved_tensors)

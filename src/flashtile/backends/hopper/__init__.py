@@ -1,4 +1,4 @@
-"""FlashAttention-3 in Gluon, for Hopper (sm_90a): the forward pass.
+"""FlashAttention-3 in Gluon, for Hopper (sm_90a).
 
 Where triton is missing or too old, this module imports all the same, and declines every call.
 """
@@ -29,9 +29,10 @@ def _triton_is_new_enough() -> bool:
 _INSTALLED = _triton_is_new_enough()
 
 if _INSTALLED:
+    from . import backward_launch
     from .launch import forward, forward_like
 
-__all__ = ["forward", "forward_like", "passes_on", "plan", "refusal", "supports"]
+__all__ = ["backward", "forward", "forward_like", "leaves_backward", "passes_on", "plan", "refusal", "supports"]
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
@@ -64,6 +65,31 @@ def passes_on(spec: AttentionSpec) -> str | None:
     if operations < WORTHWHILE:
         return f"{operations / 1e9:.1f} GFLOP are too few to fill the GPU with its tiles: by itself it starts at 8"
     return None
+
+
+def leaves_backward(spec: AttentionSpec) -> str | None:
+    """Why the backward pass of a spec that it supports goes to another backend."""
+    if spec.deterministic:
+        return "its dQ is summed in no fixed order"
+    return None
+
+
+def backward(
+    spec: AttentionSpec,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, laid out as q, k and v, of tensors without a `refusal`; dK and dV are the same bits in every run."""
+    if dout is None:
+        dout = torch.zeros_like(out)
+    elif refusal(dout) is not None:
+        dout = dout.clone(memory_format=torch.contiguous_format)
+    return backward_launch.backward(spec, dout, dlse, q, k, v, out, lse)
 
 
 def refusal(*tensors: Tensor) -> str | None:

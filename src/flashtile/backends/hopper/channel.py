@@ -64,9 +64,15 @@ class Ring:
 def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr):
     """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups."""
     buffers = gl.allocate_shared_memory(desc.dtype, [depth * parts] + desc.block_shape, desc.layout)
+    return ring_of(buffers, depth, parts, 1, readers)
+
+
+@gluon.jit
+def ring_of(buffers, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
+    """A ring of these buffers, full when `writers` and empty when `readers` warps or warpgroups have said so."""
     full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(depth):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=writers)
         mbarrier.init(empty.index(slot), count=readers)
     return Ring(buffers, full, empty, depth, parts)

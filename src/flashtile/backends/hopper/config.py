@@ -56,6 +56,58 @@ D256 = Tiles(256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registe
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O."""
 
 
+@dataclass(frozen=True)
+class BackwardTiles:
+    """Two warpgroups, blocks of tile_m queries, and how many of them and of K and V are in flight.
+
+    Up to 128 dims each warpgroup has 64 keys; above, both share 64 keys, and one holds their dV, the other dK.
+    """
+
+    head_dim: int  # D and Dv as they lie in shared memory: a power of two
+    tile_m: int
+    stages: int
+    key_stages: int
+    compute_registers: int = 240
+    load_registers: int = 24
+    box_keys: int = 64  # rows of one wgmma
+
+    def __post_init__(self) -> None:
+        if self.tile_m not in (64, 128) or (self.tile_m > 64 and self.wide):
+            raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 up to 128 dims")
+        if self.key_stages < 2 and not self.wide:
+            raise ValueError(f"key_stages: got {self.key_stages}; want 2: a tile ends after the next has begun")
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
+
+    @property
+    def wide(self) -> bool:
+        """Which of the two kernels."""
+        return self.head_dim > 128
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return self.box_keys if self.wide else 2 * self.box_keys
+
+    @property
+    def shared_bytes(self) -> int:
+        rows = 2 * self.stages * (2 * self.tile_m * self.head_dim + 4 * self.tile_m)  # Q and dO, shifts and deltas
+        keys = 2 * self.key_stages * 2 * self.keys * self.head_dim
+        scores = (3 if self.wide else 2) * 2 * self.keys * self.tile_m  # dS twice, and P
+        return rows + keys + scores + 32 * (self.stages + self.key_stages) + 64
+
+
+BACKWARD_D64 = BackwardTiles(64, tile_m=64, stages=2, key_stages=2)
+BACKWARD_D128 = BackwardTiles(128, tile_m=64, stages=2, key_stages=2)
+BACKWARD_D256 = BackwardTiles(256, tile_m=64, stages=2, key_stages=1)
+
+
+def choose_backward(spec: AttentionSpec) -> BackwardTiles:
+    """The tiles of the backward pass for a spec."""
+    dims = max(spec.head_dim, spec.head_dim_v)
+    return BACKWARD_D256 if dims > 128 else BACKWARD_D128 if dims > 64 else BACKWARD_D64
+
+
 def choose(spec: AttentionSpec) -> Tiles:
     """The tiles for a spec."""
     if max(spec.head_dim, spec.head_dim_v) > 128:

@@ -26,7 +26,7 @@ def layout(rows: int, dims: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, rows, 1, dims], element)
 
 
-def _descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+def descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """Blocks (1, rows, 1, dims) of x (B, S, H, D): what lies outside is read as zero and not written."""
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
     rows, dims = box
@@ -49,22 +49,25 @@ class ForwardKernel(Launcher):
         *described, lse = tensors  # q, k, v, out
         tiles = config.choose(spec)
         table = _table(spec, tiles, lse.device)
-        descriptors = map(_descriptor, described, boxes(tiles))
+        descriptors = map(descriptor, described, boxes(tiles))
         arguments = (*descriptors, lse, table, *scalars(spec, tiles, rounds=table.shape[1]))
         compiled = forward_kernel.warmup(*arguments, grid=(len(table),), **OPTIONS)
         return launch_of(compiled, lse.device, len(table), arguments, len(tensors))
 
 
+def score_units(spec: AttentionSpec) -> tuple[float, float]:
+    """(unit, cap_in): scores in base 2 are s * unit, where s is q.k, with a soft cap tanh(q.k * cap_in)."""
+    if spec.softcap > 0:
+        return spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
+    return spec.softmax_scale * LOG2E, 0.0
+
+
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
     steady = spec.dtype == torch.bfloat16  # float16 has no room for a P that grows past 1
-    if spec.softcap > 0:
-        unit, cap_in = spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
-    else:
-        unit, cap_in = spec.softmax_scale * LOG2E, 0.0
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, unit, cap_in, tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
+        rounds, *score_units(spec), tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady, tiles.q_in_registers,
         tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip

@@ -7,6 +7,7 @@ whose K and V fit in the L2 cache together; else one head comes after the other.
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 from ...spec import AttentionSpec
 
@@ -18,9 +19,11 @@ SECTION_BYTES = 33_600_000
 SECTION_ROUNDS = 2
 # What a tile costs beside its key blocks, in key blocks: its epilogue and the start of its pipeline. An estimate.
 TILE_COST = 0.6
+# The same for a tile of the backward pass, in query blocks: dK and dV on their way out.
+BACKWARD_TILE_COST = 1.0
 
 Tile = tuple[int, int]
-"""(batch * Hq + head, m_block)"""
+"""(batch * Hq + head, m_block); in the backward pass (batch * Hk + head, n_block)"""
 
 
 def key_blocks(spec: AttentionSpec, m_block: int, rows: int, tile_n: int) -> int:
@@ -30,27 +33,80 @@ def key_blocks(spec: AttentionSpec, m_block: int, rows: int, tile_n: int) -> int
     return max(1, -(-end // tile_n) - first // tile_n)
 
 
-def sections(spec: AttentionSpec, tiles_per_head: int, programs: int, alike: bool) -> list[range]:
+def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int, alike: bool) -> list[range]:
     """The key heads of the whole batch, counted through, in even sections; one by one if tiles are alike."""
-    heads = spec.batch * spec.heads_k
-    fitting = SECTION_BYTES // (spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize)
+    fitting = SECTION_BYTES // head_bytes
     enough = -(-SECTION_ROUNDS * programs // tiles_per_head)
     count = heads if alike else min(heads, max(1, round(heads / max(1, min(fitting, enough)))))
     return [range(heads * i // count, heads * (i + 1) // count) for i in range(count)]
 
 
-def schedule(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> list[list[Tile]]:
-    """The tiles of every program, in order; at most `programs` programs, each with at least one tile."""
-    m_blocks = range(-(-spec.seqlen_q // rows))
-    cost = [key_blocks(spec, m_block, rows, tile_n) + TILE_COST for m_block in m_blocks]
-    longest_first = sorted(m_blocks, key=lambda m_block: -cost[m_block])
-    count = min(programs, len(m_blocks) * spec.batch * spec.heads_q)
+def assign(cost: list[float], sections: list[range], programs: int) -> list[list[Tile]]:
+    """The tiles of every program, in order: blocks that cost so much, of all heads of a section, then of the next.
+
+    At most `programs` programs, each with at least one tile.
+    """
+    longest_first = sorted(range(len(cost)), key=lambda block: -cost[block])
+    count = min(programs, len(cost) * sum(map(len, sections)))
     lists: list[list[Tile]] = [[] for _ in range(count)]
     load = [(0.0, program) for program in range(count)]
-    for section in sections(spec, len(m_blocks) * spec.group, programs, alike=min(cost) == max(cost)):
-        for m_block in longest_first:
-            for head in range(section.start * spec.group, section.stop * spec.group):
+    for section in sections:
+        for block in longest_first:
+            for head in section:
                 busy, program = load[0]
-                lists[program].append((head, m_block))
-                heapq.heapreplace(load, (busy + cost[m_block], program))
+                lists[program].append((head, block))
+                heapq.heapreplace(load, (busy + cost[block], program))
     return lists
+
+
+def schedule(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> list[list[Tile]]:
+    """The forward pass: tiles of `rows` queries."""
+    m_blocks = range(-(-spec.seqlen_q // rows))
+    cost = [key_blocks(spec, m_block, rows, tile_n) + TILE_COST for m_block in m_blocks]
+    head_bytes = spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    parts = sections(
+        spec.batch * spec.heads_k, head_bytes, len(m_blocks) * spec.group, programs, alike=min(cost) == max(cost)
+    )
+    of_queries = [range(part.start * spec.group, part.stop * spec.group) for part in parts]
+    return assign(cost, of_queries, programs)
+
+
+def mirrored(spec: AttentionSpec) -> AttentionSpec:
+    """The problem seen from the keys: `visible_keys` of the result are the queries that see a key."""
+    return replace(
+        spec, seqlen_q=spec.seqlen_k, seqlen_k=spec.seqlen_q,
+        window_left=spec.window_right, window_right=spec.window_left,
+    )  # fmt: skip
+
+
+def backward_schedule(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> list[list[Tile]]:
+    """The backward pass: tiles of `keys` keys, each with all queries of its group that see one of them."""
+    n_blocks = range(-(-spec.seqlen_k // keys))
+    cost = [key_blocks(mirrored(spec), n_block, keys, tile_m) * spec.group + BACKWARD_TILE_COST for n_block in n_blocks]
+    row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    head_bytes = spec.seqlen_k * row_bytes + spec.group * spec.seqlen_q * (row_bytes + 4 * spec.head_dim)
+    heads = spec.batch * spec.heads_k
+    return assign(cost, sections(heads, head_bytes, len(n_blocks), programs, alike=min(cost) == max(cost)), programs)
+
+
+def query_blocks(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> tuple[int, int, int, int]:
+    """(first, end, full_first, full_end): blocks first ... end of queries hold all that see a key of the tile, at least
+    one; of these, full_first ... full_end need no mask."""
+    seen_from = mirrored(spec)
+    row_blocks = -(-spec.seqlen_q // tile_m)
+    key, last_key = n_block * keys, min((n_block + 1) * keys, spec.seqlen_k) - 1
+    first = min(seen_from.visible_keys(key)[0] // tile_m, row_blocks - 1)
+    end = max(-(-seen_from.visible_keys(last_key)[1] // tile_m), first + 1)
+    full_first = -(-seen_from.visible_keys(last_key)[0] // tile_m)
+    full_end = seen_from.visible_keys(key)[1] // tile_m if spec.window_left >= 0 else end
+    if key + keys > spec.seqlen_k:
+        full_first = end  # keys past the last are not there
+    return first, end, full_first, full_end
+
+
+def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> list[int]:
+    """What `backward_kernel` reads of a tile after its batch and head, in its order."""
+    key = n_block * keys
+    left, right = max(spec.window_left, 0), max(spec.window_right, 0)
+    edges = (spec.seqlen_k - key, key - spec.offset - right, key - spec.offset + left)
+    return [key, *query_blocks(spec, n_block, keys, tile_m), *edges]

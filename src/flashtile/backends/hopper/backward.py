@@ -1,0 +1,348 @@
+"""FlashAttention-2's backward pass (Algorithm 2) in Gluon, for Hopper (sm_90a).
+
+A persistent program per multiprocessor walks the tiles of its schedule; a tile is a block of keys and one key head. One
+warp loads by TMA, two warpgroups compute: each has half of the block's keys as the rows of S^T and dP^T, so that P^T
+and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which all tiles of
+a head add up in float32 in global memory.
+
+Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head.
+A warpgroup's S^T, P^T, dP^T, dS^T: (KEYS, TILE_M) · dK, dV: (KEYS, D) · its part of dQ: (PART_M, PART_D).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .channel import make_ring, ring_of
+from .compat import aggregate, load_async, store_async
+from .forward import matrix, pass_turn, take_turn, tanh
+
+KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
+WARPGROUPS = gl.constexpr(2)
+
+
+# What the host's schedule says of a tile: `tile_fields` in schedule.py fills it in.
+BATCH = gl.constexpr(0)
+HEAD_K = gl.constexpr(1)
+KEY = gl.constexpr(2)  # its first key
+FIRST = gl.constexpr(3)  # blocks first ... end hold every query that sees a key of the tile, at least one
+END = gl.constexpr(4)
+FULL_FIRST = gl.constexpr(5)  # of these, full_first ... full_end need no mask
+FULL_END = gl.constexpr(6)
+KEYS_HERE = gl.constexpr(7)  # keys from its first to the end of K
+RIGHT_EDGE = gl.constexpr(8)  # the first and the last query that see its first key
+LEFT_EDGE = gl.constexpr(9)
+FIELDS = gl.constexpr(16)
+
+
+@aggregate
+class Problem:
+    """One backward problem and how it is tiled."""
+
+    heads_q: gl.tensor
+    group: gl.tensor
+    row_blocks: gl.tensor  # blocks of TILE_M queries of one head
+    heads: gl.tensor  # B * Hq
+    unit: gl.tensor  # scores in base 2 are s * unit
+    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
+    softmax_scale: gl.tensor
+    schedule: gl.tensor  # (programs, rounds, FIELDS) int32: how many tiles, the tiles, and one that is only begun
+    rounds: gl.tensor
+    TILE_M: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    SOFTCAP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
+        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+    ):  # fmt: skip
+        self.heads_q = heads_q
+        self.group = group
+        self.row_blocks = row_blocks
+        self.heads = heads
+        self.unit = unit
+        self.cap_in = cap_in
+        self.softmax_scale = softmax_scale
+        self.schedule = schedule
+        self.rounds = rounds
+        self.TILE_M = gl.constexpr(TILE_M)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+
+    @gluon.jit
+    def tiles(self):
+        """(this program's first tile, how many it has)."""
+        start = self.schedule + gl.program_id(0) * self.rounds * FIELDS
+        return start + FIELDS, gl.load(start)
+
+
+@gluon.jit
+def load_keys(desc, ring, position, batch, head, key):
+    """Line 6: a tile's K or V, in as many parts as there are warpgroups that share it out."""
+    full = ring.await_empty(position)
+    mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
+    for part in gl.static_range(ring.parts):
+        load_async(desc, [batch, key + part * KEYS, head, 0], full, ring.buffer(position, part))
+
+
+@gluon.jit
+def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, which: gl.constexpr):
+    """Line 9: a block of Q and its shifts, or a block of dO and its deltas."""
+    full = ring.await_empty(position)
+    mbarrier.expect(full, desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    load_async(desc, [batch, row, head, 0], full, ring.buffer(position, 0))
+    at = ((which * p.heads + batch * p.heads_q + head) * p.row_blocks) * p.TILE_M + row
+    load_async(rows_desc, [at], full, numbers.index(position % ring.depth))
+
+
+@gluon.jit
+def first_step(ring):
+    """The position at which both the rings of queries and that of dS, two deep, start."""
+    return 2 * ring.first()
+
+
+@gluon.jit
+def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas):
+    """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO."""
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
+    tile = k_ring.first()
+    for _ in range(n_tiles):
+        batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
+        first, end = gl.load(entry + FIRST), gl.load(entry + END)
+        load_keys(k_desc, k_ring, tile, batch, head_k, key)
+        for i in range(p.group):
+            head = head_k * p.group + i
+            for block in range(first, end):
+                row = block * p.TILE_M
+                load_rows(p, q_desc, rows_desc, q_ring, shifts, position, batch, head, row, 0)
+                if i == 0:
+                    if block == first:
+                        load_keys(v_desc, v_ring, tile, batch, head_k, key)
+                load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
+                position += 1
+        tile += 1
+        entry += FIELDS
+
+
+@gluon.jit
+def mask(p, probs, entry, key, row):
+    """P^T with 0 where query row + j does not see key + i of the tile: limits in a register per key, queries as
+    constants."""
+    keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, probs.type.layout))
+    queries = gl.arange(0, p.TILE_M, gl.SliceLayout(0, probs.type.layout))
+    first = gl.where(keys < gl.load(entry + KEYS_HERE), 0, p.TILE_M)
+    if p.HAS_RIGHT:
+        first = gl.maximum(first, keys + (gl.load(entry + RIGHT_EDGE) - row))
+    probs = gl.where(queries[None, :] >= first[:, None], probs, 0.0)
+    if p.HAS_LEFT:
+        last = keys + (gl.load(entry + LEFT_EDGE) - row)
+        probs = gl.where(queries[None, :] <= last[:, None], probs, 0.0)
+    return probs
+
+
+@gluon.jit
+def dq_product(warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
+    """Line 15: issues this warpgroup's part of dQ = dS K over all keys of a tile, a half of D or of the queries."""
+    PART_M: gl.constexpr = zero.shape[0]
+    PART_D: gl.constexpr = zero.shape[1]
+    dq = zero
+    for part in gl.static_range(WARPGROUPS):
+        ds = ds_ring.buffer(position, part).permute((1, 0))
+        k = matrix(k_ring.buffer(tile, part))
+        if ds.shape[0] > PART_M:
+            ds = ds.slice(warpgroup * PART_M, PART_M, dim=0)
+        else:
+            k = k.slice(warpgroup * PART_D, PART_D, dim=1)
+        dq = warpgroup_mma(ds, k, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(dq, dq_ptr):
+    """Adds a part of dQ to global memory, in the order in which the registers hold it: four numbers of a thread, then
+    the threads, then the next four; `dq_order` in launch.py puts it right."""
+    M: gl.constexpr = dq.shape[0]
+    D: gl.constexpr = dq.shape[1]
+    # rows are (repeat, warp, half, lane // 4), columns (eight, lane % 4, parity)
+    x = dq.reshape([M // 64, 4, 2, 8, D // 8, 4, 2]).permute((1, 3, 5, 0, 4, 2, 6)).reshape([128, M * D // 512, 2, 2])
+    even, odd = gl.split(x)
+    even_low, even_high = gl.split(even)
+    odd_low, odd_high = gl.split(odd)
+    layout: gl.constexpr = even_low.type.layout
+    thread = gl.arange(0, 128, gl.SliceLayout(1, layout))
+    four = gl.arange(0, M * D // 512, gl.SliceLayout(0, layout))
+    pointers = (dq_ptr + (thread[:, None] * 4 + four[None, :] * 512)).to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(
+        "red.global.relaxed.gpu.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,f,f,f,f",
+        [pointers, even_low, odd_low, even_high, odd_high], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_keys(desc, buffer, x, batch, key, head):
+    """Line 18: a warpgroup's dK or dV, by way of the K or V that it takes the place of."""
+    matrix(buffer).store(x.to(desc.dtype))
+    fence_async_shared()
+    store_async(desc, [batch, key, head, 0], buffer)
+
+
+@gluon.jit
+def probabilities_and_ds(
+    p, warpgroup: gl.constexpr, position, tile, to_mask, entry, row,
+    q_ring, dout_ring, k_ring, v_ring, shifts, deltas, s_layout: gl.constexpr,
+):  # fmt: skip
+    """Lines 10, 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
+    numbers: gl.constexpr = gl.SliceLayout(0, s_layout)
+    zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
+    slot = position % q_ring.depth
+    q = matrix(q_ring.buffer(position, 0))
+    dout = matrix(dout_ring.buffer(position, 0))
+    q_ring.await_full(position)
+    k = matrix(k_ring.buffer(tile, warpgroup))
+    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dout_ring.await_full(position)
+    v = matrix(v_ring.buffer(tile, warpgroup))
+    dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    shift = shifts.index(slot).load(numbers)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    if p.SOFTCAP:
+        s = tanh(s * p.cap_in)
+    probs = gl.exp2(s * p.unit - shift[None, :])
+    if to_mask:
+        probs = mask(p, probs, entry, warpgroup * KEYS, row)
+    delta = deltas.index(slot).load(numbers)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = probs * (dp - delta[None, :])
+    if p.SOFTCAP:
+        ds *= 1 - s * s
+    return probs.to(q.dtype), ds.to(q.dtype)
+
+
+@gluon.jit
+def compute_loop(
+    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas
+):  # fmt: skip
+    """One warpgroup: KEYS keys of every tile.
+
+    dQ of a step is computed in the next, also across tiles: by then the other warpgroup, which is about half a step
+    apart, has its dS.
+    """
+    DIM: gl.constexpr = dk_desc.block_shape[3]
+    PART_M: gl.constexpr = p.TILE_M // 2 if p.TILE_M > KEYS else p.TILE_M
+    PART_D: gl.constexpr = DIM if p.TILE_M > KEYS else DIM // 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    dq_zero = gl.zeros([PART_M, PART_D], gl.float32, dq_layout)
+    dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
+    dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
+    tile = k_ring.first()
+    tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
+    sums_ptr += warpgroup * (PART_M * PART_D)
+    dq_before = sums_ptr
+    # from here on one warpgroup computes P and dS while the matrix units work for the other
+    if warpgroup == 1:
+        take_turn(1)
+    for _ in range(n_tiles):
+        first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
+        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+        k_ring.await_full(tile)
+        v_ring.await_full(tile)
+        has = False
+        for i in range(p.group):
+            dq_at = sums_ptr + ((head + i).to(gl.int64) * p.row_blocks + first) * (p.TILE_M * DIM)
+            for block in range(first, end):
+                to_mask = block < full_first
+                if p.HAS_LEFT:
+                    to_mask |= block >= gl.load(entry + FULL_END)
+                probs, ds = probabilities_and_ds(
+                    p, warpgroup, position, tile, to_mask, entry, block * p.TILE_M,
+                    q_ring, dout_ring, k_ring, v_ring, shifts, deltas, s_layout,
+                )  # fmt: skip
+                full = ds_ring.await_empty(position)
+                ds_ring.buffer(position, warpgroup).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(full)
+                if warpgroup == 0:
+                    if position == first_step(q_ring):
+                        pass_turn(0, WARPGROUPS)
+                # lines 12 and 16, and line 15 of the step before
+                dout = matrix(dout_ring.buffer(position, 0))
+                dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
+                q = matrix(q_ring.buffer(position, 0))
+                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
+                ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
+                dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
+                dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
+                q_ring.release(position)
+                dout_ring.release(position)
+                ds_ring.release(position - 1, pred=position > first_step(q_ring))
+                if position > first_step(q_ring):
+                    add_dq(dq, dq_before)
+                    if tile_before != tile:
+                        tma.store_wait(0)  # dK and dV of the tile before have left
+                        k_ring.release(tile_before)
+                        v_ring.release(tile_before)
+                tile_before = tile
+                dq_before = dq_at
+                has = True
+                position += 1
+                dq_at += p.TILE_M * DIM
+        # line 18, both by way of this warpgroup's V: the other's dQ may still read K
+        batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
+        key = gl.load(entry + KEY) + warpgroup * KEYS
+        buffer = v_ring.buffer(tile, warpgroup)
+        store_keys(dv_desc, buffer, dv, batch, key, head_k)
+        tma.store_wait(0)
+        store_keys(dk_desc, buffer, dk * p.softmax_scale, batch, key, head_k)
+        tile += 1
+        entry += FIELDS
+    ds_ring.await_full(position - 1)
+    dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    add_dq(dq, dq_before)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
+def backward_kernel(
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_ptr, schedule_ptr,
+    heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
+    TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Grid (programs,). Roles: two warpgroups in `compute_loop`, one warp in `load_loop`."""
+    p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
+    q_ring = make_ring(q_desc, STAGES, 1, WARPGROUPS)
+    dout_ring = make_ring(dout_desc, STAGES, 1, WARPGROUPS)
+    k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS, WARPGROUPS)
+    v_ring = make_ring(v_desc, KEY_STAGES, WARPGROUPS, WARPGROUPS)
+    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
+    ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
+    ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
+    # tuples inline: bound to a name they lose their constexprs
+    gl.warp_specialize([
+        (compute_loop, (0, p, dk_desc, dv_desc, sums_ptr,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas)),
+        (compute_loop, (1, p, dk_desc, dv_desc, sums_ptr,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas)),
+        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+    ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

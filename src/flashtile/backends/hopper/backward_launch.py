@@ -1,0 +1,147 @@
+"""From a spec and tensors to gradients: the backward pass's three kernels, launched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...spec import AttentionSpec
+from ..launcher import Launcher, Run, launch_of
+from . import config
+from .backward import FIELDS, backward_kernel
+from .backward_rows import begin_kernel, finish_kernel
+from .backward_wide import wide_backward_kernel
+from .launch import OPTIONS, descriptor, score_units
+from .schedule import backward_schedule, tile_fields
+
+
+def kernel_of(tiles: config.BackwardTiles) -> Any:
+    """The main kernel."""
+    return wide_backward_kernel if tiles.wide else backward_kernel
+
+
+def row_blocks(spec: AttentionSpec, tiles: config.BackwardTiles) -> int:
+    """Blocks of queries of one head."""
+    return -(-spec.seqlen_q // tiles.tile_m)
+
+
+@functools.cache
+def rows_layout() -> gl.NVMMASharedLayout:
+    """How a block of shifts or deltas lies in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def boxes(tiles: config.BackwardTiles) -> tuple[tuple[int, int], ...]:
+    """(rows, dims) of the blocks in which q, dout, k, v, dk and dv are copied."""
+    queries, keys = (tiles.tile_m, tiles.head_dim), (tiles.box_keys, tiles.head_dim)
+    return queries, queries, keys, keys, keys, keys
+
+
+def table(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Tensor:
+    """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles."""
+    lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
+    n_blocks = -(-spec.seqlen_k // tiles.keys)
+    fields = [tile_fields(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(n_blocks)]
+    width = FIELDS.value
+    padding = [0] * (width - 2 - len(fields[0]))
+    of_block = [field + padding for field in fields]
+    found = torch.zeros(len(lists), 1 + max(map(len, lists)), width, dtype=torch.int32)
+    for program, tiles_of in enumerate(lists):
+        rows = [[*divmod(head, spec.heads_k), *of_block[block]] for head, block in tiles_of]
+        found[program, 0, 0] = len(rows)
+        found[program, 1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.int32)
+    return found
+
+
+def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tuple:
+    """The arguments of `backward_kernel` after the tensors."""
+    return (
+        spec.heads_q, spec.group, row_blocks(spec, tiles), spec.batch * spec.heads_q, rounds,
+        *score_units(spec), spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
+        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
+        tiles.compute_registers, tiles.load_registers,
+    )  # fmt: skip
+
+
+class BackwardKernel(Launcher):
+    """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows and adds to sums."""
+
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+        *matrices, rows, sums = tensors
+        tiles = config.choose_backward(spec)
+        of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
+        programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
+        tiles_of = table(spec, tiles, programs).to(rows.device)
+        described = (*map(descriptor, matrices, boxes(tiles)), of_rows)
+        arguments = (*described, sums, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
+        compiled = kernel_of(tiles).warmup(*arguments, grid=(len(tiles_of),), **OPTIONS)
+        return launch_of(compiled, rows.device, len(tiles_of), arguments, len(tensors))
+
+
+class RowsKernel(Launcher):
+    """A kernel over all blocks of queries, and the function that derives its arguments from (spec, tiles, *tensors)."""
+
+    def __init__(self, fn: Any, arguments: Callable[..., tuple]) -> None:
+        super().__init__()
+        self.fn = fn
+        self.arguments = arguments
+
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+        tiles = config.choose_backward(spec)
+        grid = spec.batch * spec.heads_q * row_blocks(spec, tiles)
+        arguments = (*tensors, *self.arguments(spec, tiles, *tensors))
+        compiled = self.fn.warmup(*arguments, grid=(grid,), **OPTIONS)
+        return launch_of(compiled, tensors[-1].device, grid, arguments, len(tensors))
+
+
+def begin_arguments(
+    spec: AttentionSpec, tiles: config.BackwardTiles, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
+    rows: Tensor, sums: Tensor,
+) -> tuple:  # fmt: skip
+    """The arguments of `begin_kernel` after the tensors."""
+    return (
+        *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()), spec.heads_q, spec.seqlen_q,
+        row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.head_dim_v, tiles.tile_m, tiles.head_dim,
+    )  # fmt: skip
+
+
+def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tensor, sums: Tensor) -> tuple:
+    """The arguments of `finish_kernel` after the tensors."""
+    parts = (2, 1) if tiles.tile_m > tiles.box_keys else (1, 2)
+    return (
+        *dq.stride()[:3], spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.softmax_scale,
+        spec.head_dim, tiles.tile_m, tiles.head_dim, *parts,
+    )  # fmt: skip
+
+
+BEGIN = RowsKernel(begin_kernel, begin_arguments)
+MAIN = BackwardKernel()
+FINISH = RowsKernel(finish_kernel, finish_arguments)
+
+
+def backward(
+    spec: AttentionSpec,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, laid out as q, k and v, by Algorithm 2, from tensors that TMA can read."""
+    tiles = config.choose_backward(spec)
+    heads, blocks = spec.batch * spec.heads_q, row_blocks(spec, tiles)
+    rows = q.new_empty((2 * heads * blocks * tiles.tile_m,), dtype=torch.float32)
+    sums = q.new_empty((heads * blocks * tiles.tile_m * tiles.head_dim,), dtype=torch.float32)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    BEGIN(spec, (out, dout, lse, dlse), (rows, sums))
+    MAIN(spec, (q, dout, k, v), (dk, dv, rows, sums))
+    FINISH(spec, (dq,), (sums,))
+    return dq, dk, dv

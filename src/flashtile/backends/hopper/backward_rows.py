@@ -1,0 +1,66 @@
+"""What the backward pass does for each row of queries before and after its main kernel, in plain Triton.
+
+Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
+shifts and the deltas · sums: (B, Hq, row_blocks, TILE_M * DIM) float32, dQ in the order of `add_dq` in backward.py.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def place(row_blocks, heads_q):
+    """(batch * Hq + head, head, batch, block) of this program in a grid of row_blocks * Hq * B."""
+    at = tl.program_id(0) // row_blocks
+    return at, (at % heads_q).to(tl.int64), (at // heads_q).to(tl.int64), tl.program_id(0) % row_blocks
+
+
+@triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks", "heads"])
+def begin_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, sums_ptr, stride_ob, stride_os, stride_oh,
+    stride_lb, stride_lh, stride_ls, heads_q, seqlen_q, row_blocks, heads,
+    DV: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Line 4 and zero for dQ: delta = rowsum(dO o O) - dlse, and lse in base 2, inf where a row sees no key or is none:
+    its P = exp2(s - inf) is then 0 by itself."""
+    at, head, batch, block = place(row_blocks, heads_q)
+    row = block * TILE_M + tl.arange(0, TILE_M)
+    rows = row.to(tl.int64)
+    here = row < seqlen_q
+    dims = tl.arange(0, DIM)
+    inside = here[:, None] & (dims < DV)[None, :]
+    out = tl.load(out_ptr + ((batch * seqlen_q + rows) * heads_q + head)[:, None] * DV + dims[None, :], inside, 0.0)
+    dout_ptr += batch * stride_ob + head * stride_oh
+    dout = tl.load(dout_ptr + rows[:, None] * stride_os + dims[None, :], inside, 0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + batch * stride_lb + head * stride_lh + rows * stride_ls, here, 0.0)
+    lse = tl.load(lse_ptr + at.to(tl.int64) * seqlen_q + rows, here, float("-inf"))
+    shift = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    of_rows = at.to(tl.int64) * row_blocks * TILE_M + rows
+    tl.store(rows_ptr + of_rows, shift)
+    tl.store(rows_ptr + heads.to(tl.int64) * row_blocks * TILE_M + of_rows, delta)
+    sums_ptr += tl.program_id(0).to(tl.int64) * (TILE_M * DIM)
+    tl.store(sums_ptr + tl.arange(0, TILE_M * DIM), tl.zeros([TILE_M * DIM], tl.float32))
+
+
+@triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
+def finish_kernel(
+    dq_ptr, sums_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
+    D: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr, PARTS_M: tl.constexpr, PARTS_D: tl.constexpr,
+):  # fmt: skip
+    """dQ in the dtype and layout of q, from its sums in the order in which `add_dq` leaves them."""
+    _, head, batch, block = place(row_blocks, heads_q)
+    x = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (TILE_M * DIM) + tl.arange(0, TILE_M * DIM))
+    # parts of rows, parts of columns, repeat, eight, warp, lane // 4, lane % 4, half, parity
+    x = x.reshape([PARTS_M * PARTS_D, TILE_M // PARTS_M // 64, DIM // PARTS_D // 8, 4, 8, 4, 2, 2])
+    # to rows: (part, repeat, warp, half, lane // 4), columns: (part, eight, lane % 4, parity)
+    x = x.permute((1, 3, 6, 4, 0, 2, 5, 7) if PARTS_D > 1 else (0, 1, 3, 6, 4, 2, 5, 7))
+    x = x.reshape([TILE_M, DIM]) * softmax_scale
+    row = block * TILE_M + tl.arange(0, TILE_M)
+    dims = tl.arange(0, DIM)
+    dq_ptr += batch * stride_qb + head * stride_qh
+    pointers = dq_ptr + row.to(tl.int64)[:, None] * stride_qs + dims[None, :]
+    tl.store(pointers, x.to(dq_ptr.dtype.element_ty), (row < seqlen_q)[:, None] & (dims < D)[None, :])

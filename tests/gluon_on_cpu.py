@@ -1,0 +1,411 @@
+"""Gluon kernels of the Hopper backend run on a CPU: every warp role is a thread, every barrier a barrier, and what the
+hardware does asynchronously is done as late, or as early, as it may be.
+
+Copies wait for a moment; products read shared memory when they are issued or when they are waited for, as a coin
+falls. So a kernel that gives a slot back too early, or waits for the wrong phase, gives a wrong result here or stands
+still, for which `run` has a time limit. Layouts, registers and the memory model are not looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+import flashtile.backends.hopper
+
+LOCK = threading.Condition()
+HERE = threading.local()  # .program and, of one role, .products and .copies in flight
+
+
+class StoppedError(Exception):
+    """Another role failed, or the time limit is over."""
+
+
+def wait_until(ready: Any) -> None:
+    """Holds LOCK while it looks."""
+    with LOCK:
+        while not ready():
+            if HERE.program.stopped or time.monotonic() > HERE.program.deadline:
+                HERE.program.stopped = True
+                raise StoppedError
+            LOCK.wait(0.5)
+
+
+class Registers(torch.Tensor):
+    """A tensor in registers, whose `type` says nothing."""
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
+    def permute(self, *order: Any) -> Registers:
+        return super().permute(*order)
+
+    def reshape(self, *shape: Any) -> Registers:
+        return super().reshape(*shape)
+
+
+def registers(x: torch.Tensor) -> Registers:
+    return x.as_subclass(Registers)
+
+
+class Number(int):
+    """A scalar with a type, which does not matter."""
+
+    def to(self, _dtype: Any) -> Number:
+        return self
+
+    def __add__(self, other: int) -> Number:
+        return Number(int(self) + int(other))
+
+    def __sub__(self, other: int) -> Number:
+        return Number(int(self) - int(other))
+
+    def __mod__(self, other: int) -> Number:
+        return Number(int(self) % int(other))
+
+    def __floordiv__(self, other: int) -> Number:
+        return Number(int(self) // int(other))
+
+
+class Pointer:
+    """Places in a flat tensor."""
+
+    def __init__(self, tensor: torch.Tensor, at: Any = 0) -> None:
+        self.tensor, self.at = tensor, at
+
+    def __add__(self, steps: Any) -> Pointer:
+        return Pointer(self.tensor, self.at + steps)
+
+    def to(self, _dtype: Any, **_: Any) -> Pointer:
+        return self
+
+
+class Shared:
+    """Shared memory, seen through a view."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self.view = view
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.view.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.view.dtype
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.view[int(i)])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.view.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.view.permute(order))
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.view.view(shape))
+
+    def load(self, _layout: Any) -> Registers:
+        return registers(self.view.clone())
+
+    def store(self, x: torch.Tensor) -> None:
+        self.view.copy_(x)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all announced bytes are there."""
+
+    def __init__(self) -> None:
+        self.count, self.missing, self.bytes, self.phase = 0, 0, 0, 0
+
+    def arrive(self, arrivals: int, nbytes: int) -> None:
+        with LOCK:
+            self.missing -= arrivals
+            self.bytes += nbytes
+            assert self.missing >= 0, "more arrivals than a phase has"
+            if self.missing == 0 and self.bytes == 0:
+                self.missing, self.phase = self.count, self.phase ^ 1
+            LOCK.notify_all()
+
+
+class Barriers:
+    def __init__(self, depth: int) -> None:
+        self.barriers = [Barrier() for _ in range(depth)]
+
+    def index(self, i: int) -> Barrier:
+        return self.barriers[int(i)]
+
+
+class MBarrier:
+    MBarrierLayout = staticmethod(lambda: "barriers")
+
+    @staticmethod
+    def init(barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.missing = count
+
+    @staticmethod
+    def expect(barrier: Barrier, nbytes: int) -> None:
+        barrier.arrive(1, nbytes)
+
+    @staticmethod
+    def arrive(barrier: Barrier, pred: Any = True) -> None:
+        if pred:
+            barrier.arrive(1, 0)
+
+    @staticmethod
+    def wait(barrier: Barrier, phase: int, pred: Any = True) -> None:
+        if pred:
+            wait_until(lambda: barrier.phase != phase)
+
+
+class Descriptor:
+    """A TMA descriptor: boxes of a tensor, zero outside, and not written there."""
+
+    def __init__(self, tensor: torch.Tensor, box: list[int]) -> None:
+        self.tensor, self.block_shape, self.dtype, self.layout = tensor, box, tensor.dtype, None
+        nbytes = tensor.element_size()
+        for n in box:
+            nbytes *= n
+        self.block_type = SimpleNamespace(nbytes=nbytes)
+
+    def corner(self, coordinates: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Where a box and the tensor overlap, in the tensor and in the box."""
+        places = [
+            (int(c), max(0, min(n, size - int(c))))
+            for c, n, size in zip(coordinates, self.block_shape, self.tensor.shape, strict=True)
+        ]
+        return tuple(slice(c, c + n) for c, n in places), tuple(slice(0, n) for _, n in places)
+
+
+def in_a_moment(work: Any) -> None:
+    program = HERE.program
+
+    def later() -> None:
+        time.sleep(random.random() * 1e-3)
+        HERE.program = program
+        work()
+
+    threading.Thread(target=later, daemon=True).start()
+
+
+def load_async(descriptor: Descriptor, coordinates: list[Any], barrier: Barrier, buffer: Shared) -> None:
+    outer, inner = descriptor.corner(coordinates)
+
+    def copy() -> None:
+        box = torch.zeros(descriptor.block_shape, dtype=descriptor.dtype)
+        box[inner] = descriptor.tensor[outer]
+        buffer.view.copy_(box)
+        barrier.arrive(0, -descriptor.block_type.nbytes)
+
+    in_a_moment(copy)
+
+
+def store_async(descriptor: Descriptor, coordinates: list[Any], buffer: Shared) -> None:
+    outer, inner = descriptor.corner(coordinates)
+    done = threading.Event()
+    HERE.copies.append(done)
+    HERE.program.stores.append(done)
+
+    def copy() -> None:
+        descriptor.tensor[outer] = buffer.view[inner]
+        done.set()
+        with LOCK:
+            LOCK.notify_all()
+
+    in_a_moment(copy)
+
+
+def store_wait(pending: int) -> None:
+    assert pending == 0
+    wait_until(lambda: all(done.is_set() for done in HERE.copies))
+    HERE.copies.clear()
+
+
+class Product:
+    """A product in flight. Until it is waited for nobody may look at it."""
+
+    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: Any) -> None:
+        self.a, self.b, self.acc, self.use_acc, self.value = a, b, acc, bool(use_acc), None
+        self.shape = acc.shape
+        self.type = SimpleNamespace(layout=None)
+        if random.random() < 0.5:
+            self.operands = self.read()
+        else:
+            self.operands = None
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        a = self.a.view if isinstance(self.a, Shared) else self.a
+        return a.float().clone(), self.b.view.float().clone()
+
+    def finish(self) -> None:
+        a, b = self.operands or self.read()
+        self.value = registers(a @ b)
+        if self.use_acc:
+            self.value = self.value + (self.acc.value if isinstance(self.acc, Product) else self.acc)
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async: bool = False) -> Product:
+    assert is_async
+    product = Product(a, b, acc, use_acc)
+    HERE.products.append(product)
+    return product
+
+
+def warpgroup_mma_wait(pending: int, deps: tuple) -> Any:
+    while len(HERE.products) > pending:
+        HERE.products.pop(0).finish()
+    values = tuple(x.value if isinstance(x, Product) and x.value is not None else x for x in deps)
+    return values if len(values) > 1 else values[0]
+
+
+def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> None:
+    if text.startswith(("bar.sync", "bar.arrive")):
+        name, threads = (int(x) for x in arguments)
+        named = HERE.program.named.setdefault(name, Barrier())
+        with LOCK:
+            if named.count == 0:
+                named.count = named.missing = threads
+            phase = named.phase
+        named.arrive(128, 0)
+        if text.startswith("bar.sync"):
+            wait_until(lambda: named.phase != phase)
+    elif text.startswith("red.global"):
+        pointers, *numbers = arguments
+        assert "v4" in text
+        with LOCK:
+            for i, x in enumerate(numbers):
+                pointers.tensor.index_put_((pointers.at + i,), torch.Tensor(x).to(torch.float32), accumulate=True)
+    else:
+        raise NotImplementedError(text)
+
+
+def allocate_shared(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if layout == "barriers":
+        return Barriers(shape[0])
+    return Shared(torch.full([int(n) for n in shape], float("nan")).to(dtype))
+
+
+def gl_load(pointer: Pointer) -> torch.Tensor:
+    return pointer.tensor[int(pointer.at)].clone()
+
+
+def warp_specialize(roles: list, _warps: list[int], _registers: list[int]) -> None:
+    program = HERE.program
+
+    def run(role: Any, arguments: tuple) -> None:
+        HERE.program, HERE.products, HERE.copies = program, [], []
+        try:
+            role(*arguments)
+            assert not HERE.products, "products in flight at the end"
+        except StoppedError:
+            pass
+        except BaseException as error:
+            program.errors.append(error)
+            program.stopped = True
+
+    threads = [threading.Thread(target=run, args=role, daemon=True) for role in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+def jit(fn: Any = None, **_: Any) -> Any:
+    return identity if fn is None else fn
+
+
+def _stub(*_: Any, **__: Any) -> SimpleNamespace:
+    return SimpleNamespace()
+
+
+class Language:
+    """gluon.language, as far as the kernels use it."""
+
+    constexpr = tensor = shared_memory_descriptor = staticmethod(identity)
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
+    int64, int32, int16, uint32 = torch.int64, torch.int32, torch.int16, torch.int64
+    to_tensor = Number
+    static_range, exp2, abs = range, torch.exp2, torch.abs
+    load, allocate_shared_memory, warp_specialize = map(staticmethod, (gl_load, allocate_shared, warp_specialize))
+    inline_asm_elementwise = staticmethod(inline_asm)
+    SliceLayout = NVMMADistributedLayout = DotOperandLayout = staticmethod(_stub)
+    NVMMASharedLayout = SimpleNamespace(get_default_for=_stub)
+    num_warps = staticmethod(lambda: 4)
+    program_id = staticmethod(lambda _axis: HERE.program.id)
+    convert_layout = staticmethod(lambda x, _layout: x)
+    zeros = staticmethod(lambda shape, dtype, _layout: registers(torch.zeros(shape, dtype=dtype)))
+    arange = staticmethod(lambda start, end, _layout: registers(torch.arange(start, end)))
+    where = staticmethod(lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b))
+    maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
+    minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
+    split = staticmethod(lambda x: (x[..., 0], x[..., 1]))
+
+
+def _modules() -> dict[str, ModuleType]:
+    def module(name: str, **names: Any) -> ModuleType:
+        made = ModuleType(name)
+        made.__dict__.update(names)
+        return made
+
+    gluon = "triton.experimental.gluon"
+    language = Language
+    tma = SimpleNamespace(async_load=load_async, async_store=store_async, store_wait=store_wait)
+    hopper = module(
+        gluon + ".language.nvidia.hopper", tma=tma, mbarrier=MBarrier, warpgroup_mma=warpgroup_mma,
+        warpgroup_mma_wait=warpgroup_mma_wait, fence_async_shared=lambda: None,
+    )  # fmt: skip
+    parts = {"jit": jit, "constexpr_function": identity, "aggregate": identity, "language": language}
+    return {
+        "triton.experimental": module("triton.experimental", gluon=module(gluon, **parts)),
+        gluon: module(gluon, **parts),
+        gluon + ".language": module(gluon + ".language"),
+        gluon + ".language.nvidia": module(gluon + ".language.nvidia", hopper=hopper),
+        gluon + ".language.nvidia.hopper": hopper,
+        "triton.language": module("triton.language", core=None),
+    }
+
+
+def load(name: str) -> ModuleType:
+    """A module of the Hopper backend, over this file's Gluon."""
+    fake = _modules()
+    package = ModuleType("emulated")
+    package.__path__ = [str(Path(flashtile.backends.hopper.__file__).parent)]
+    kept = {key: sys.modules.get(key) for key in fake}
+    sys.modules |= fake | {"emulated": package}
+    try:
+        return importlib.import_module(f"emulated.{name}")
+    finally:
+        for key, known in kept.items():
+            if known is None:
+                del sys.modules[key]
+            else:
+                sys.modules[key] = known
+
+
+def run(kernel: Any, programs: int, arguments: tuple, seconds: float = 60.0) -> None:
+    """All programs of a kernel, one after the other; TimeoutError where roles wait for each other for ever."""
+    for program in range(programs):
+        HERE.program = SimpleNamespace(
+            id=program, named={}, errors=[], stores=[], stopped=False, deadline=time.monotonic() + seconds
+        )
+        kernel(*arguments)
+        if HERE.program.errors:
+            raise HERE.program.errors[0]
+        if HERE.program.stopped:
+            raise TimeoutError(f"program {program} stands still")
+        for done in HERE.program.stores:
+            done.wait(seconds)

@@ -1,0 +1,99 @@
+"""The Hopper backend's backward kernels on a CPU, by `gluon_on_cpu`: roles, barriers, tiles and masks."""
+
+from __future__ import annotations
+
+import gluon_on_cpu
+import pytest
+import torch
+from cases import BF16, HALF, spec
+
+from flashtile.backends import reference
+from flashtile.backends.hopper import backward_launch, config
+from flashtile.spec import AttentionSpec
+from flashtile.testing import Inputs, Result, errors, make_inputs
+
+LOG2E = 1.4426950408889634
+
+CASES = {
+    "full": spec((320, 256), (1, 1), (64, 64), BF16, batch=2),
+    "causal": spec((300, 300), (2, 2), (64, 64), BF16, batch=1, right=0),
+    "group": spec((130, 400), (6, 2), (64, 64), HALF, batch=1, right=0),
+    "more queries": spec((400, 130), (2, 1), (64, 64), BF16, batch=1, right=0),
+    "window": spec((300, 420), (2, 1), (64, 64), BF16, batch=2, left=70, right=30),
+    "rows without keys": spec((300, 60), (1, 1), (64, 64), BF16, right=0),
+    "softcap": spec((200, 200), (2, 2), (64, 64), BF16, softcap=4.0, right=0),
+    "one of each": spec((1, 1), (2, 1), (64, 64), BF16),
+    "D 128": spec((260, 390), (2, 1), (128, 96), BF16, batch=1, right=0),
+    "D 256": spec((200, 200), (4, 2), (256, 192), BF16, batch=1, right=0),
+    "D 256 window and cap": spec((200, 130), (2, 1), (256, 256), HALF, batch=2, left=40, right=20, softcap=4.0),
+}
+
+
+def backward_on_cpu(
+    case: AttentionSpec, tiles: config.BackwardTiles, inputs: Inputs, programs: int
+) -> tuple[torch.Tensor, ...]:
+    """What backward_launch does, with the kernels for the rows written out in torch."""
+    q, k, v, dout, dlse = inputs
+    out, lse = reference.forward(case, q, k, v)
+    blocks = backward_launch.row_blocks(case, tiles)
+    padded = blocks * tiles.tile_m
+    rows = torch.zeros(2, case.batch, case.heads_q, padded)
+    rows[0] = float("inf")
+    rows[0, :, :, : case.seqlen_q] = torch.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    rows[1, :, :, : case.seqlen_q] = (out.float() * dout.float()).sum(-1).transpose(1, 2) - dlse
+    sums = torch.zeros(case.batch * case.heads_q * padded * tiles.head_dim)
+    dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+    matrices = (q, dout, k, v, dk, dv)
+    descriptors = [
+        gluon_on_cpu.Descriptor(x, [1, n, 1, dims])
+        for x, (n, dims) in zip(matrices, backward_launch.boxes(tiles), strict=True)
+    ]
+    of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
+    table = backward_launch.table(case, tiles, programs)
+    scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
+    name = backward_launch.kernel_of(tiles).__name__
+    kernel = getattr(gluon_on_cpu.load("backward_wide" if tiles.wide else "backward"), name)
+    pointers = gluon_on_cpu.Pointer(sums), gluon_on_cpu.Pointer(table.flatten())
+    gluon_on_cpu.run(kernel, len(table), (*descriptors, of_rows, *pointers, *scalars))
+    parts = (2, 1) if tiles.tile_m > tiles.box_keys else (1, 2)
+    return in_order(sums, case, tiles, blocks, parts), dk, dv
+
+
+def in_order(sums, case, tiles, blocks, parts):
+    """dQ from its sums, as `finish_kernel` puts it right."""
+    of_rows, of_dims = parts
+    x = sums.view(-1, of_rows * of_dims, tiles.tile_m // of_rows // 64, tiles.head_dim // of_dims // 8, 4, 8, 4, 2, 2)
+    x = x.permute((0, 2, 4, 7, 5, 1, 3, 6, 8) if of_dims > 1 else (0, 1, 2, 4, 7, 5, 3, 6, 8))
+    x = x.reshape(case.batch, case.heads_q, blocks * tiles.tile_m, tiles.head_dim) * case.softmax_scale
+    return x[:, :, : case.seqlen_q, : case.head_dim].transpose(1, 2).to(case.dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("programs", [1, 3])
+def test_gradients_are_right_whatever_comes_first(name, programs):
+    case = CASES[name]
+    inputs = make_inputs(case)
+    gradients = backward_on_cpu(case, config.choose_backward(case), inputs, programs)
+    result = Result(*reference.forward(case, *inputs[:3]), *gradients)
+    assert [str(e) for e in errors(case, inputs, result) if e.name[0] == "d" and not e.ok] == []
+
+
+@pytest.mark.parametrize("change", [{"tile_m": 128}, {"stages": 3}], ids=str)
+def test_other_tiles_are_right_too(change):
+    case = spec((300, 390), (2, 2), (64, 64), BF16, batch=1, right=0)
+    inputs = make_inputs(case)
+    tiles = config.BackwardTiles(**(vars(config.BACKWARD_D64) | change))
+    gradients = backward_on_cpu(case, tiles, inputs, 2)
+    result = Result(*reference.forward(case, *inputs[:3]), *gradients)
+    assert [str(e) for e in errors(case, inputs, result) if e.name[0] == "d" and not e.ok] == []
+
+
+def test_a_kernel_that_stands_still_is_noticed():
+    def stuck(barrier):
+        gluon_on_cpu.MBarrier.wait(barrier, 0)
+
+    def kernel():
+        gluon_on_cpu.warp_specialize([(stuck, (gluon_on_cpu.Barrier(),))], [], [])
+
+    with pytest.raises(TimeoutError, match="program 0 stands still"):
+        gluon_on_cpu.run(kernel, 1, (), seconds=0.2)
