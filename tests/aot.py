@@ -153,16 +153,20 @@ def spills_in_loops(compiled: object) -> list[int]:
 
 def overwritten_operands(compiled: object) -> list[str]:
     """Instructions that write a register which a product still reads; ptxas before 13.3 can make such code."""
-    in_flight: set[int] = set()
+    in_flight: list[set[int]] = []  # the operands of each group of products
+    group: set[int] = set()
     found = []
     for at, text in _machine_code(compiled):
         if product := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
-            in_flight |= set(range(int(product.group(1)), int(product.group(1)) + 4))
-        elif re.search(r"DEPBAR\.LE gsb0, 0x0", text):
-            in_flight = set()
+            group |= set(range(int(product.group(1)), int(product.group(1)) + 4))
+        if "HGMMA" in text and "gsb0" in text:
+            in_flight.append(group)
+            group = set()
+        elif waited := re.search(r"DEPBAR\.LE gsb0, (0x\d)", text):
+            in_flight = in_flight[len(in_flight) - int(waited.group(1), 16) :]
         elif written := re.match(r"(?:@\S+ )?(?!ST|SYNCS|RED|HGMMA)(\S+) R(\d+)\b", text.strip()):
             width = 4 if ".128" in written.group(1) else 2 if re.search(r"\.64|WIDE", written.group(1)) else 1
-            if in_flight & set(range(int(written.group(2)), int(written.group(2)) + width)):
+            if group.union(*in_flight) & set(range(int(written.group(2)), int(written.group(2)) + width)):
                 found.append(f"{at:x}: {text.strip()}")
     return found
 

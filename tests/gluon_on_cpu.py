@@ -69,6 +69,9 @@ class Number(int):
     def __sub__(self, other: int) -> Number:
         return Number(int(self) - int(other))
 
+    def __rmul__(self, other: int) -> Number:
+        return Number(int(other) * int(self))
+
     def __mod__(self, other: int) -> Number:
         return Number(int(self) % int(other))
 
