@@ -127,8 +127,8 @@ def _compile_gluon(
     return _usage(compiled, "sm_90"), compiled
 
 
-def spills_in_loops(compiled: object) -> list[int]:
-    """Loads and stores of spilled registers in each innermost loop that has products, from the shortest loop on."""
+def spills_in_loops(compiled: object, products: int = 1) -> list[int]:
+    """Loads and stores of spilled registers in each innermost loop of so many products, from the shortest loop on."""
     nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -138,7 +138,7 @@ def spills_in_loops(compiled: object) -> list[int]:
     jumps = ((at, re.search(r"BRA.*?(0x[0-9a-f]+)", text)) for at, text in code)
     loops = [(int(jump.group(1), 16), at) for at, jump in jumps if jump and int(jump.group(1), 16) < at]
     bodies = {(start, end): [text for at, text in code if start <= at <= end] for start, end in loops}
-    busy = {loop for loop, body in bodies.items() if any("HGMMA" in text for text in body)}
+    busy = {loop for loop, body in bodies.items() if sum("HGMMA" in text for text in body) >= products}
     inner = [x for x in busy if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in busy)]
     shortest_first = sorted(inner, key=lambda loop: loop[1] - loop[0])
     return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in bodies[loop]) for loop in shortest_first]

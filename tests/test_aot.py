@@ -66,6 +66,8 @@ def test_hopper_backward_configs_compile_and_fit(mask, dim):
     usage, compiled = compile_hopper_backward(case)
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
+    if dim == 64:  # above, some addresses are kept in memory, most by the compiler of Triton 3.9
+        assert not usage.spills, usage
 
 
 def test_every_feature_at_once_compiles_for_hopper():

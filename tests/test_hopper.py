@@ -173,8 +173,10 @@ def test_a_later_call_passes_what_the_first_did(monkeypatch):
 
 
 def test_what_of_the_backward_pass_goes_elsewhere():
-    assert leaves_backward(spec(dims=(128, 256), dtype=BF16)) is None
-    assert "order" in leaves_backward(replace(spec(dtype=BF16), deterministic=True))
+    case = spec(dims=(128, 256), dtype=BF16)
+    assert leaves_backward(case, asked=True) is None
+    assert "order" in leaves_backward(replace(case, deterministic=True), asked=True)
+    assert "measured" in leaves_backward(case, asked=False)
 
 
 def test_a_later_gradient_passes_what_the_first_did(monkeypatch):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -15,7 +17,7 @@ from . import config
 from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
-from .launch import PersistentKernel, _descriptor, score_units
+from .launch import MAX_REMEMBERED, PersistentKernel, describe, score_units
 from .schedule import backward_schedule, tile_fields
 
 
@@ -80,11 +82,32 @@ class BackwardKernel(PersistentKernel):
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
         programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
         tiles_of = table(spec, tiles, programs).to(rows.device)
-        descriptors = (*map(_descriptor, matrices, boxes(tiles)), of_rows)
+        descriptors = (*map(describe, matrices, boxes(tiles)), of_rows)
         return kernel_of(tiles), descriptors, tiles_of, scalars(spec, tiles, rounds=tiles_of.shape[1])
 
 
+class RowKernel:
+    """A kernel of backward_rows.py with what was compiled for each problem."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self._compiled: dict[tuple, Callable[..., None]] = {}
+
+    def __call__(self, key: tuple, grid: int, device: int, arguments: tuple) -> None:
+        """Runs on the current stream; calls of the same key have the same scalars and pointers aligned alike."""
+        run = self._compiled.get(key)
+        if run is not None:
+            run(*arguments, stream=triton.runtime.driver.active.get_current_stream(device))
+            return
+        compiled = self.fn[(grid,)](*arguments)
+        if len(self._compiled) >= MAX_REMEMBERED:
+            self._compiled.clear()
+        self._compiled[key] = compiled[(grid, 1, 1)]
+
+
+BEGIN = RowKernel(begin_kernel)
 BACKWARD = BackwardKernel()
+FINISH = RowKernel(finish_kernel)
 
 
 def backward(
@@ -98,20 +121,27 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k and v, by Algorithm 2, from tensors that TMA can read."""
+    device = q.device.index
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return backward(spec, dout, dlse, q, k, v, out, lse)
     tiles = config.choose_backward(spec)
     heads, blocks = spec.batch * spec.heads_q, row_blocks(spec, tiles)
     rows = q.new_empty((2 * heads * blocks * tiles.tile_m,), dtype=torch.float32)
     sums = q.new_empty((heads * blocks * tiles.tile_m * tiles.head_dim,), dtype=torch.float32)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    begin_kernel[(heads * blocks,)](
-        out, dout, lse, dlse, rows, sums, *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
-        spec.heads_q, spec.seqlen_q, blocks, heads, DV=spec.head_dim_v, TILE_M=tiles.tile_m, DIM=tiles.head_dim,
+    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
+    alignment = (out.data_ptr() & 15, lse.data_ptr() & 15, None if dlse is None else dlse.data_ptr() & 15)
+    BEGIN(
+        (spec, device, dout.stride(), dlse_strides, alignment), heads * blocks, device,
+        (out, dout, lse, dlse, rows, sums, *dout.stride()[:3], *dlse_strides, spec.heads_q, spec.seqlen_q, blocks,
+         heads, spec.head_dim_v, tiles.tile_m, tiles.head_dim),
     )  # fmt: skip
     BACKWARD(spec, (q, dout, k, v, dk, dv), rows, sums)
-    split_rows = tiles.tile_m > tiles.box_keys
-    finish_kernel[(heads * blocks,)](
-        sums, dq, *dq.stride()[:3], spec.heads_q, spec.seqlen_q, blocks, spec.softmax_scale,
-        D=spec.head_dim, TILE_M=tiles.tile_m, DIM=tiles.head_dim,
-        PARTS_M=2 if split_rows else 1, PARTS_D=1 if split_rows else 2,
+    parts = (2, 1) if tiles.tile_m > tiles.box_keys else (1, 2)
+    FINISH(
+        (spec, device, dq.stride()), heads * blocks, device,
+        (sums, dq, *dq.stride()[:3], spec.heads_q, spec.seqlen_q, blocks, spec.softmax_scale,
+         spec.head_dim, tiles.tile_m, tiles.head_dim, *parts),
     )  # fmt: skip
     return dq, dk, dv

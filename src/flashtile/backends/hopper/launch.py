@@ -29,7 +29,7 @@ def layout(rows: int, dims: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, rows, 1, dims], element)
 
 
-def _descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+def describe(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """Blocks (1, rows, 1, dims) of x (B, S, H, D): what lies outside is read as zero and not written."""
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
     rows, dims = box
@@ -106,7 +106,7 @@ class ForwardKernel(PersistentKernel):
     def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[Any, tuple, Tensor, tuple]:
         tiles = config.choose(spec)
         table = _table(spec, tiles, tensors[0].device)
-        descriptors = tuple(map(_descriptor, tensors, boxes(tiles)))
+        descriptors = tuple(map(describe, tensors, boxes(tiles)))
         return forward_kernel, descriptors, table, scalars(spec, tiles, rounds=table.shape[1])
 
 
