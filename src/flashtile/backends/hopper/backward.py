@@ -229,9 +229,11 @@ def probabilities_and_ds(
     probs = gl.exp2(s * p.unit - shift[None, :])
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row)
+    if p.TILE_M > KEYS:  # P in float32 beside dP would not fit in registers
+        probs = probs.to(q.dtype)
     delta = deltas.index(slot).load(numbers)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds = probs * (dp - delta[None, :])
+    dp, probs = warpgroup_mma_wait(0, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
+    ds = probs.to(gl.float32) * (dp - delta[None, :])
     if p.SOFTCAP:
         ds *= 1 - s * s
     return probs.to(q.dtype), ds.to(q.dtype)
