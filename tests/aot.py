@@ -137,13 +137,13 @@ def _machine_code(compiled: object) -> list[tuple[int, str]]:
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
 
 
-def spills_in_loops(compiled: object) -> list[int]:
-    """Loads and stores of spilled registers in each innermost loop that has products, from the shortest loop on."""
+def spills_in_loops(compiled: object, products: int = 1) -> list[int]:
+    """Loads and stores of spilled registers in each innermost loop of so many products, from the shortest loop on."""
     code = _machine_code(compiled)
     jumps = ((at, re.search(r"BRA.*?(0x[0-9a-f]+)", text)) for at, text in code)
     loops = [(int(jump.group(1), 16), at) for at, jump in jumps if jump and int(jump.group(1), 16) < at]
     bodies = {(start, end): [text for at, text in code if start <= at <= end] for start, end in loops}
-    busy = {loop for loop, body in bodies.items() if any("HGMMA" in text for text in body)}
+    busy = {loop for loop, body in bodies.items() if sum("HGMMA" in text for text in body) >= products}
     # what waits for a barrier lies behind the code of all roles and jumps back into it: that is no loop
     busy = {loop for loop in busy if not any("USETMAXREG" in text for text in bodies[loop])}
     inner = [x for x in busy if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in busy)]

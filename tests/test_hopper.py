@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile import dispatch, flash_attn_func
-from flashtile.backends.hopper import config, passes_on, refusal
+from flashtile.backends.hopper import config, leaves_backward, passes_on, refusal
 from flashtile.backends.hopper.schedule import TILE_COST, backward_schedule, key_blocks, query_blocks, schedule
 from flashtile.testing import Result, Sample, make_inputs
 
@@ -134,6 +134,13 @@ def test_what_tma_can_read(layout, reason):
 def test_small_problems_are_left_to_the_next_backend():
     assert "GFLOP" in passes_on(spec((128, 128), (8, 8), (64, 64), BF16))
     assert passes_on(spec((2048, 2048), (16, 16), (128, 128), BF16, right=0)) is None
+
+
+def test_what_of_the_backward_pass_goes_elsewhere():
+    case = spec(dims=(128, 256), dtype=BF16)
+    assert leaves_backward(case, asked=True) is None
+    assert "order" in leaves_backward(replace(case, deterministic=True), asked=True)
+    assert "measured" in leaves_backward(case, asked=False)
 
 
 @pytest.mark.gpu

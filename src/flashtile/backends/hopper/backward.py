@@ -197,6 +197,15 @@ def store_keys(desc, buffer, x, batch, key, head):
 
 
 @gluon.jit
+def anew(position):
+    """The same position, of which the compiler knows nothing: it works out addresses when they are needed, instead of
+    keeping those of every slice of K and V over the loop, for which it has no registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [position], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def probabilities_and_ds(
     p, warpgroup: gl.constexpr, position, tile, to_mask, entry, row,
     q_ring, dout_ring, k_ring, v_ring, shifts, deltas, s_layout: gl.constexpr,
@@ -220,9 +229,11 @@ def probabilities_and_ds(
     probs = gl.exp2(s * p.unit - shift[None, :])
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row)
+    if p.TILE_M > KEYS:  # P in float32 beside dP would not fit in registers
+        probs = probs.to(q.dtype)
     delta = deltas.index(slot).load(numbers)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds = probs * (dp - delta[None, :])
+    dp, probs = warpgroup_mma_wait(0, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
+    ds = probs.to(gl.float32) * (dp - delta[None, :])
     if p.SOFTCAP:
         ds *= 1 - s * s
     return probs.to(q.dtype), ds.to(q.dtype)
@@ -269,7 +280,7 @@ def compute_loop(
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
                 probs, ds = probabilities_and_ds(
-                    p, warpgroup, position, tile, to_mask, entry, block * p.TILE_M,
+                    p, warpgroup, position, anew(tile), to_mask, entry, block * p.TILE_M,
                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas, s_layout,
                 )  # fmt: skip
                 full = ds_ring.await_empty(position)
@@ -285,7 +296,7 @@ def compute_loop(
                 q = matrix(q_ring.buffer(position, 0))
                 dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
                 ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
-                dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
+                dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
                 dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
                 q_ring.release(position)
                 dout_ring.release(position)

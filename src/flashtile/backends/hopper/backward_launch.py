@@ -17,7 +17,7 @@ from . import config
 from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
-from .launch import OPTIONS, descriptor, score_units
+from .launch import OPTIONS, describe, score_units
 from .schedule import backward_schedule, tile_fields
 
 
@@ -78,7 +78,7 @@ class BackwardKernel(Launcher):
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
         programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
         tiles_of = table(spec, tiles, programs).to(rows.device)
-        described = (*map(descriptor, matrices, boxes(tiles)), of_rows)
+        described = (*map(describe, matrices, boxes(tiles)), of_rows)
         arguments = (*described, sums, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         compiled = kernel_of(tiles).warmup(*arguments, grid=(len(tiles_of),), **OPTIONS)
         return launch_of(compiled, rows.device, len(tiles_of), arguments, len(tensors))

@@ -29,6 +29,7 @@ from .backward import (
     KEYS,
     Problem,
     add_dq,
+    anew,
     first_step,
     load_loop,
     mask,
@@ -65,7 +66,6 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
-        k = matrix(k_ring.buffer(tile, 0))
         has = False
         dq_before = sums_ptr
         for i in range(p.group):
@@ -74,6 +74,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 # lines 10 and 11
                 q_ring.await_full(position)
                 q = matrix(q_ring.buffer(position, 0))
+                k = matrix(k_ring.buffer(anew(tile), 0))
                 s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
                 shift = shifts.index(q_ring.slot(position)).load(gl.SliceLayout(0, s_layout))
                 s = warpgroup_mma_wait(0, deps=(s,))
@@ -98,7 +99,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 left = gl.convert_layout(probs.to(dv_desc.dtype), p_layout)
                 dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
                 ds_ring.await_full(position - 1, pred=has)
-                dq = dq_half(0, ds_ring, position - 1, k_ring, tile, dq_zero)
+                dq = dq_half(0, ds_ring, position - 1, k_ring, anew(tile), dq_zero)
                 dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=has)
@@ -143,7 +144,6 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         v_ring.await_full(tile)
-        v = matrix(v_ring.buffer(tile, 0))
         has = False
         for i in range(p.group):
             dq_at = sums_ptr + ((head + i).to(gl.int64) * p.row_blocks + first) * (p.TILE_M * DIM)
@@ -151,6 +151,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 # lines 13 and 14
                 dout_ring.await_full(position)
                 dout = matrix(dout_ring.buffer(position, 0))
+                v = matrix(v_ring.buffer(anew(tile), 0))
                 dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
                 delta = deltas.index(q_ring.slot(position)).load(gl.SliceLayout(0, s_layout))
                 probs_ring.await_full(position)
@@ -168,7 +169,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 q = matrix(q_ring.buffer(position, 0))
                 dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
                 ds_ring.await_full(position)
-                dq = dq_half(1, ds_ring, position, k_ring, tile, dq_zero)
+                dq = dq_half(1, ds_ring, position, k_ring, anew(tile), dq_zero)
                 dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
                 q_ring.release(position)
                 ds_ring.release(position)

@@ -26,7 +26,7 @@ def layout(rows: int, dims: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, rows, 1, dims], element)
 
 
-def descriptor(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+def describe(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """Blocks (1, rows, 1, dims) of x (B, S, H, D): what lies outside is read as zero and not written."""
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
     rows, dims = box
@@ -49,7 +49,7 @@ class ForwardKernel(Launcher):
         *described, lse = tensors  # q, k, v, out
         tiles = config.choose(spec)
         table = _table(spec, tiles, lse.device)
-        descriptors = map(descriptor, described, boxes(tiles))
+        descriptors = map(describe, described, boxes(tiles))
         arguments = (*descriptors, lse, table, *scalars(spec, tiles, rounds=table.shape[1]))
         compiled = forward_kernel.warmup(*arguments, grid=(len(table),), **OPTIONS)
         return launch_of(compiled, lse.device, len(table), arguments, len(tensors))
