@@ -33,13 +33,12 @@ def describe(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, dims], layout(rows, dims, x.dtype))
 
 
-def _table(spec: AttentionSpec, tiles: config.Tiles, device: torch.device) -> Tensor:
+def table(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Tensor:
     """(programs, rounds) int64: how many tiles a program has, then (batch * Hq + head) << 32 | m_block each."""
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
     lists = schedule(spec, tiles.rows, tiles.tile_n, programs)
     rounds = 2 + max(map(len, lists))  # a program reads one entry past its last
     rows = [[len(x), *(head << 32 | m_block for head, m_block in x), *[0] * (rounds - 1 - len(x))] for x in lists]
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 class ForwardKernel(Launcher):
@@ -48,11 +47,12 @@ class ForwardKernel(Launcher):
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         *described, lse = tensors  # q, k, v, out
         tiles = config.choose(spec)
-        table = _table(spec, tiles, lse.device)
+        programs = torch.cuda.get_device_properties(lse.device).multi_processor_count
+        tiles_of = table(spec, tiles, programs).to(lse.device)
         descriptors = map(describe, described, boxes(tiles))
-        arguments = (*descriptors, lse, table, *scalars(spec, tiles, rounds=table.shape[1]))
-        compiled = forward_kernel.warmup(*arguments, grid=(len(table),), **OPTIONS)
-        return launch_of(compiled, lse.device, len(table), arguments, len(tensors))
+        arguments = (*descriptors, lse, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
+        compiled = forward_kernel.warmup(*arguments, grid=(len(tiles_of),), **OPTIONS)
+        return launch_of(compiled, lse.device, len(tiles_of), arguments, len(tensors))
 
 
 def score_units(spec: AttentionSpec) -> tuple[float, float]:
