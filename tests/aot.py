@@ -81,14 +81,14 @@ def _usage(compiled: object, arch: str) -> Usage:
     return Usage(compiled.metadata.shared, registers, stack)
 
 
-def compile_hopper(spec: AttentionSpec) -> tuple[Usage, object]:
-    """Compiles what a forward call on Hopper would run."""
+def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, object]:
+    """Compiles what a forward call on Hopper would run, or another kernel in its place."""
     from flashtile.backends.hopper import config, launch
     from flashtile.backends.hopper.forward import forward_kernel
 
     tiles = config.choose(spec)
     scalars = launch.scalars(spec, tiles, rounds=100)
-    return _compile_gluon(forward_kernel, spec, launch.boxes(tiles), {"lse_ptr": "*fp32"}, "*i64", scalars)
+    return _compile_gluon(kernel or forward_kernel, spec, launch.boxes(tiles), {"lse_ptr": "*fp32"}, "*i64", scalars)
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:

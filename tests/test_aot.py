@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +91,17 @@ def test_every_feature_at_once_compiles_for_hopper():
     case = spec((1000, 777), (6, 2), (80, 48), torch.float16, **FEATURES)
     compile_hopper(case)
     compile_hopper_backward(case)
+
+
+def test_the_hopper_kernel_compiles_without_each_choice_that_the_ablation_switches_off():
+    path = Path(__file__).parent.parent / "benchmarks/hopper_ablation.py"
+    ablation = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("hopper_ablation", path))
+    sys.modules["hopper_ablation"] = ablation  # where dataclass looks for it
+    found.loader.exec_module(ablation)
+    for choice in ablation.CHOICES.values():
+        if choice.source:
+            kernel = ablation.module_without(choice).forward_kernel
+            compile_hopper(spec((4096, 4096), (16, 16), (128, 128), BF16), kernel)
 
 
 def test_the_tables_are_the_architectures_tested_here():

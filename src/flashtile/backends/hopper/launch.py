@@ -62,13 +62,17 @@ def score_units(spec: AttentionSpec) -> tuple[float, float]:
     return spec.softmax_scale * LOG2E, 0.0
 
 
+def steady(spec: AttentionSpec) -> bool:
+    """Whether blocks without a mask take the maximum as it stands: float16 has no room for a P that grows past 1."""
+    return spec.dtype == torch.bfloat16
+
+
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
-    steady = spec.dtype == torch.bfloat16  # float16 has no room for a P that grows past 1
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
         rounds, *score_units(spec), tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
-        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady, tiles.q_in_registers,
+        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec), tiles.q_in_registers,
         tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 

@@ -1,0 +1,165 @@
+"""What each design choice of the Hopper forward kernel brings: the kernel is timed with the choice switched off.
+
+    python benchmarks/hopper_ablation.py benchmarks/results/hopper-ablation-h200.json
+
+A choice is switched off in the kernel's own source, or in what the host gives it. Each variant is checked against the
+kernel before it is timed, in random order on a hot GPU. bfloat16, 16k tokens, hidden size 2048.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import torch
+import typer
+
+from flashtile.backends.hopper import config, launch
+from flashtile.bench.report import atomically, describe_machine
+from flashtile.bench.timing import gemm_flops, median_ms
+from flashtile.spec import AttentionSpec
+
+Lists = list[list[tuple[int, int]]]
+
+PING_PONG = [
+    ('        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + warpgroup, 256]',
+     '        "mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + warpgroup, 256]'),
+    ('        "bar.arrive $1, $2; mov.b32 $0, $1;"', '        "mov.b32 $0, $1;"'),
+]  # fmt: skip
+OVERLAP = [  # O += P V is waited for before the softmax, not after it
+    ("    s = warpgroup_mma_wait(1, deps=(s,))\n    k_ring",
+     "    s, o = warpgroup_mma_wait(0, deps=(s, o))\n    k_ring"),
+    ("        s = warpgroup_mma_wait(1, deps=(s,))\n        k_ring",
+     "        s, o = warpgroup_mma_wait(0, deps=(s, o))\n        k_ring"),
+    ("        o = warpgroup_mma_wait(0, deps=(o,))\n        v_ring.release(position - 1)\n    else",
+     "        v_ring.release(position - 1)\n    else"),
+    ("        o = warpgroup_mma_wait(0, deps=(o,))\n        v_ring.release(position - 1)\n        o = o *",
+     "        v_ring.release(position - 1)\n        o = o *"),
+    ("        o = warpgroup_mma_wait(0, deps=(o,))\n        v_ring.release(position - 1, pred=t > 0)",
+     "        v_ring.release(position - 1, pred=t > 0)"),
+]  # fmt: skip
+
+
+def in_turn(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> Lists:
+    """Tiles as a grid would have them: of one head after the other, dealt out to the programs in turn."""
+    m_blocks = range(-(-spec.seqlen_q // rows))
+    tiles = [(head, m_block) for head in range(spec.batch * spec.heads_q) for m_block in m_blocks]
+    return [tiles[i::programs] for i in range(min(programs, len(tiles)))]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How to switch a choice off: what to replace in forward.py, what the host does; tiles of None: not possible."""
+
+    source: list[tuple[str, str]] = field(default_factory=list)
+    schedule: Callable[..., Lists] = launch.schedule
+    tiles: Callable[[config.Tiles], config.Tiles | None] = lambda tiles: tiles
+    steady: bool = True
+
+
+CHOICES = {
+    "all": Choice(),
+    "no ping-pong": Choice(PING_PONG),
+    "no overlap of softmax and P V": Choice(OVERLAP),
+    "tiles dealt out in turn": Choice(schedule=in_turn),
+    "a running maximum": Choice(steady=False),
+    "Q in one slot": Choice(tiles=lambda t: replace(t, q_stages=1) if t.q_stages > 1 else None),
+    "two warpgroups": Choice(
+        tiles=lambda t: replace(t, warpgroups=2, compute_registers=240) if t.warpgroups == 3 else None
+    ),
+    "Q in shared memory": Choice(tiles=lambda t: replace(t, q_in_registers=False) if t.q_in_registers else None),
+}
+
+
+def module_without(choice: Choice) -> ModuleType:
+    """forward.py with a choice's replacements, each of which must apply once."""
+    source = Path(launch.__file__).with_name("forward.py").read_text()
+    for old, new in choice.source:
+        if source.count(old) != 1:
+            raise ValueError(f"forward.py: found {source.count(old)} times, want once:\n{old}")
+        source = source.replace(old, new)
+    path = Path(tempfile.mkdtemp()) / "forward.py"  # stays: triton reads the source again when it compiles
+    path.write_text(source)
+    name = f"flashtile.backends.hopper.without_{path.parent.name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Variant(launch.ForwardKernel):
+    """The forward kernel with a choice switched off."""
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__()
+        self.choice = choice
+        self.kernel = module_without(choice).forward_kernel
+
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Callable[..., None]:
+        tiles = self.choice.tiles(config.choose(spec))
+        changes = {"forward_kernel": self.kernel, "schedule": self.choice.schedule}
+        if not self.choice.steady:
+            changes["steady"] = mock.Mock(return_value=False)
+        with mock.patch.multiple(launch, **changes), mock.patch.object(launch.config, "choose", return_value=tiles):
+            return super().prepare(spec, tensors)
+
+
+def measure(spec: AttentionSpec, variants: dict[str, Variant], rounds: int) -> dict[str, float]:
+    """Median milliseconds of each variant that there is for a spec."""
+    device = torch.device("cuda")
+    q, k, v = (torch.randn(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim, device=device).to(spec.dtype)
+               for _ in range(3))  # fmt: skip
+    calls: dict[str, Callable[[], object]] = {}
+    right: torch.Tensor | None = None
+    for name, variant in variants.items():
+        if variant.choice.tiles(config.choose(spec)) is None:
+            continue
+        out, lse = torch.full_like(q, torch.nan), torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, device=device)
+        run = variant.run_for(spec, (q, k, v), (out, lse))
+        run(q, k, v, out, lse)
+        right = out.clone() if right is None else right
+        if not torch.allclose(out, right, atol=0.02, rtol=0.02):
+            raise ValueError(f"{name}: wrong by {(out.float() - right.float()).abs().max()}")
+        calls[name] = lambda run=run, out=out, lse=lse: run(q, k, v, out, lse)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in random.sample(list(calls), len(calls)):
+            times[name].append(median_ms(calls[name], device, 40))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main(output: Path, rounds: int = 5) -> None:
+    """Times every choice switched off, prints TFLOP/s and writes JSON."""
+    device = torch.device("cuda")
+    variants = {name: Variant(choice) for name, choice in CHOICES.items()}
+    rows = []
+    for dim in (64, 128, 256):
+        for causal in (False, True):
+            for seqlen in (512, 2048, 8192):
+                heads, batch = 2048 // dim, 16384 // seqlen
+                spec = AttentionSpec(
+                    batch, seqlen, seqlen, heads, heads, dim, dim, torch.bfloat16, dim**-0.5,
+                    window_right=0 if causal else -1,
+                )  # fmt: skip
+                flops = 4 * batch * heads * seqlen * seqlen * dim / (2 if causal else 1)
+                tflops = {name: flops / ms / 1e9 for name, ms in measure(spec, variants, rounds).items()}
+                rows.append({"head_dim": dim, "causal": causal, "seqlen": seqlen, "tflops": tflops})
+                effects = ", ".join(f"{name} {x / tflops['all'] - 1:+.0%}" for name, x in tflops.items())
+                typer.echo(f"{'causal' if causal else 'full'} D {dim} S {seqlen}: {tflops['all']:.0f}, {effects}")
+    document = {**describe_machine(device), "gemm_flops": gemm_flops(device, torch.bfloat16), "rows": rows}
+    atomically(output, lambda temporary: temporary.write_text(json.dumps(document, indent=1)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
