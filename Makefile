@@ -14,7 +14,10 @@ endif
 
 WORKERS ?= 2
 
-.PHONY: demo test lint clean
+# The oldest triton that the Hopper kernel takes; constraints.txt has the newest.
+OLD_TRITON := 3.6.0
+
+.PHONY: demo test test-old-triton lint clean
 
 demo: $(READY)
 	$(RUN) -m flashtile demo
@@ -22,6 +25,15 @@ demo: $(READY)
 test: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) -q -m "not interpreter"
 	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(WORKERS) -q -m interpreter
+
+# Its compiler alone, with the rest of $(VENV): what it makes of every Hopper config, without a GPU.
+test-old-triton: $(VENV)/triton-$(OLD_TRITON)
+	PYTHONPATH=$(abspath $<) $(RUN) -c "import triton; assert triton.__version__ == '$(OLD_TRITON)', triton"
+	PYTHONPATH=$(abspath $<) $(RUN) -m pytest -n $(WORKERS) -q tests/test_aot.py -k hopper
+
+$(VENV)/triton-$(OLD_TRITON): $(READY)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $@ triton==$(OLD_TRITON)
+	touch $@
 
 lint: $(READY)
 	$(RUN) -m ruff check .

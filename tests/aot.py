@@ -123,25 +123,52 @@ def _compile_gluon(
             constants[parameter.name] = value
     signature |= {name: "fp32" for name in ("unit", "cap_in", "softmax_scale") if name in signature}
     source = GluonASTSource(kernel, signature, constants, {})
-    compiled = triton.compile(source, target=target_of("sm_90"), options={"num_warps": 4})
+    compiled = triton.compile(source, target=target_of("sm_90"), options=launch.OPTIONS)
     return _usage(compiled, "sm_90"), compiled
+
+
+def _machine_code(compiled: object) -> list[tuple[int, str]]:
+    """Address and text of every instruction."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        sass = subprocess.run([cuobjdump, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
+    return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
 
 
 def spills_in_loops(compiled: object, products: int = 1) -> list[int]:
     """Loads and stores of spilled registers in each innermost loop of so many products, from the shortest loop on."""
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        sass = subprocess.run([nvdisasm, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+    code = _machine_code(compiled)
     jumps = ((at, re.search(r"BRA.*?(0x[0-9a-f]+)", text)) for at, text in code)
     loops = [(int(jump.group(1), 16), at) for at, jump in jumps if jump and int(jump.group(1), 16) < at]
     bodies = {(start, end): [text for at, text in code if start <= at <= end] for start, end in loops}
     busy = {loop for loop, body in bodies.items() if sum("HGMMA" in text for text in body) >= products}
+    # what waits for a barrier lies behind the code of all roles and jumps back into it: that is no loop
+    busy = {loop for loop in busy if not any("USETMAXREG" in text for text in bodies[loop])}
     inner = [x for x in busy if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in busy)]
     shortest_first = sorted(inner, key=lambda loop: loop[1] - loop[0])
     return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in bodies[loop]) for loop in shortest_first]
+
+
+def overwritten_operands(compiled: object) -> list[str]:
+    """Instructions that write a register which a product still reads; ptxas before 13.3 can make such code."""
+    in_flight: list[set[int]] = []  # the operands of each group of products
+    group: set[int] = set()
+    found = []
+    for at, text in _machine_code(compiled):
+        if product := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
+            group |= set(range(int(product.group(1)), int(product.group(1)) + 4))
+        if "HGMMA" in text and "gsb0" in text:
+            in_flight.append(group)
+            group = set()
+        elif waited := re.search(r"DEPBAR\.LE gsb0, (0x\d)", text):
+            in_flight = in_flight[len(in_flight) - int(waited.group(1), 16) :]
+        elif written := re.match(r"(?:@\S+ )?(?!ST|SYNCS|RED|HGMMA)(\S+) R(\d+)\b", text.strip()):
+            width = 4 if ".128" in written.group(1) else 2 if re.search(r"\.64|WIDE", written.group(1)) else 1
+            if group.union(*in_flight) & set(range(int(written.group(2)), int(written.group(2)) + width)):
+                found.append(f"{at:x}: {text.strip()}")
+    return found
 
 
 def serializes_products(compiled: object) -> bool:

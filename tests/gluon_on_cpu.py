@@ -22,7 +22,7 @@ import torch
 import flashtile.backends.hopper
 
 LOCK = threading.Condition()
-HERE = threading.local()  # .program and, of one role, .products and .copies in flight
+HERE = threading.local()  # .program and, of one role, .threads, and .products and .copies in flight
 
 
 class StoppedError(Exception):
@@ -52,9 +52,34 @@ class Registers(torch.Tensor):
     def reshape(self, *shape: Any) -> Registers:
         return super().reshape(*shape)
 
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Registers:
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def registers(x: torch.Tensor) -> Registers:
     return x.as_subclass(Registers)
+
+
+class Number(int):
+    """A scalar with a type, which does not matter."""
+
+    def to(self, _dtype: Any) -> Number:
+        return self
+
+    def __add__(self, other: int) -> Number:
+        return Number(int(self) + int(other))
+
+    def __sub__(self, other: int) -> Number:
+        return Number(int(self) - int(other))
+
+    def __rmul__(self, other: int) -> Number:
+        return Number(int(other) * int(self))
+
+    def __mod__(self, other: int) -> Number:
+        return Number(int(self) % int(other))
+
+    def __floordiv__(self, other: int) -> Number:
+        return Number(int(self) // int(other))
 
 
 class Pointer:
@@ -87,7 +112,7 @@ class Shared:
     def index(self, i: int) -> Shared:
         return Shared(self.view[int(i)])
 
-    def slice(self, start: int, length: int, dim: int) -> Shared:
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.view.narrow(dim, start, length))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
@@ -259,7 +284,7 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
             if named.count == 0:
                 named.count = named.missing = threads
             phase = named.phase
-        named.arrive(128, 0)
+        named.arrive(HERE.threads, 0)
         if text.startswith("bar.sync"):
             wait_until(lambda: named.phase != phase)
     elif text.startswith("red.global"):
@@ -268,8 +293,12 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
         with LOCK:
             for i, x in enumerate(numbers):
                 pointers.tensor.index_put_((pointers.at + i,), torch.Tensor(x).to(torch.float32), accumulate=True)
-    elif text == "mov.b32 $0, $1;":
+    elif text.startswith("mov.b32 $0, $1;"):
         return arguments[0]
+    elif text.startswith("cvt.rn."):
+        dtype = torch.bfloat16 if "bf16x2" in text else torch.float16
+        low, high = (x.to(dtype).to(torch.int16, bitcast=True).to(torch.int32) for x in arguments)
+        return (low & 0xFFFF) | (high << 16)
     else:
         raise NotImplementedError(text)
     return None
@@ -285,11 +314,24 @@ def gl_load(pointer: Pointer) -> torch.Tensor:
     return pointer.tensor[int(pointer.at)].clone()
 
 
-def warp_specialize(roles: list, _warps: list[int], _registers: list[int]) -> None:
+def gl_store(pointer: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
+    pointer.tensor[pointer.at[mask]] = torch.Tensor(x[mask])
+
+
+def gl_sum(x: torch.Tensor, axis: int) -> torch.Tensor:
+    return x.sum(axis)
+
+
+def gl_max(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """As the hardware does it: of what is a number."""
+    return x.masked_fill(x.isnan(), float("-inf")).amax(axis) if x.is_floating_point() else x.amax(axis)
+
+
+def warp_specialize(roles: list, warps: list[int], _registers: list[int]) -> None:
     program = HERE.program
 
-    def run(role: Any, arguments: tuple) -> None:
-        HERE.program, HERE.products, HERE.copies = program, [], []
+    def run(role: Any, arguments: tuple, n_warps: int) -> None:
+        HERE.program, HERE.products, HERE.copies, HERE.threads = program, [], [], 32 * n_warps
         try:
             role(*arguments)
             assert not HERE.products, "products in flight at the end"
@@ -299,7 +341,8 @@ def warp_specialize(roles: list, _warps: list[int], _registers: list[int]) -> No
             program.errors.append(error)
             program.stopped = True
 
-    threads = [threading.Thread(target=run, args=role, daemon=True) for role in roles]
+    sizes = [4, *warps]
+    threads = [threading.Thread(target=run, args=(*role, n), daemon=True) for role, n in zip(roles, sizes, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -323,21 +366,26 @@ class Language:
 
     constexpr = tensor = shared_memory_descriptor = staticmethod(identity)
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
-    int64, int32, int16 = torch.int64, torch.int32, torch.int16
-    static_range, exp2, abs = range, torch.exp2, torch.abs
-    load, allocate_shared_memory, warp_specialize = map(staticmethod, (gl_load, allocate_shared, warp_specialize))
+    int64, int32, int16, uint32 = torch.int64, torch.int32, torch.int16, torch.int64
+    to_tensor = Number
+    static_range, exp2, log2, abs, zeros_like = range, torch.exp2, torch.log2, torch.abs, torch.zeros_like
+    load, store, sum, max = map(staticmethod, (gl_load, gl_store, gl_sum, gl_max))
+    allocate_shared_memory, warp_specialize = map(staticmethod, (allocate_shared, warp_specialize))
     inline_asm_elementwise = staticmethod(inline_asm)
     SliceLayout = NVMMADistributedLayout = DotOperandLayout = staticmethod(_stub)
+    BlockedLayout = SwizzledSharedLayout = staticmethod(_stub)
     NVMMASharedLayout = SimpleNamespace(get_default_for=_stub)
     num_warps = staticmethod(lambda: 4)
     program_id = staticmethod(lambda _axis: HERE.program.id)
     convert_layout = staticmethod(lambda x, _layout: x)
     zeros = staticmethod(lambda shape, dtype, _layout: registers(torch.zeros(shape, dtype=dtype)))
+    full = staticmethod(lambda shape, x, dtype, _layout: registers(torch.full(shape, x, dtype=dtype)))
     arange = staticmethod(lambda start, end, _layout: registers(torch.arange(start, end)))
     where = staticmethod(lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b))
     maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
     split = staticmethod(lambda x: (x[..., 0], x[..., 1]))
+    join = staticmethod(lambda a, b: torch.stack((a, b), -1))
 
 
 def _modules() -> dict[str, ModuleType]:

@@ -6,11 +6,13 @@ import re
 
 import pytest
 import torch
+import triton
 from aot import (
     compile_hopper,
     compile_hopper_backward,
     compile_kernel,
     kernels_and_tensors,
+    overwritten_operands,
     serializes_products,
     spills_in_loops,
 )
@@ -51,14 +53,15 @@ def test_every_feature_at_once_compiles(arch):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("dim", "seqlen"), [(64, 512), (64, 4096), (128, 4096), (256, 4096)])
-def test_hopper_configs_compile_fit_and_do_not_spill_in_the_main_loop(mask, dim, seqlen):
+def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask, dim, seqlen):
     case = spec((seqlen, seqlen), (16, 16), (dim, dim), BF16, **MASKS[mask])
     usage, compiled = compile_hopper(case)
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
     spills = spills_in_loops(compiled)
-    loops = hopper_config.choose(case).warpgroups  # the shortest loops are the ones without a mask
-    assert sum(spills[:loops]) == 0, f"{usage}: spills in loops with products, the shortest first: {spills}"
+    loops = hopper_config.choose(case).warpgroups * (3 if mask == "causal" else 2)  # with a mask, careful, steady
+    assert spills == [0] * loops, f"triton {triton.__version__}, {usage}: spills by loop, the shortest first: {spills}"
+    assert not overwritten_operands(compiled), f"triton {triton.__version__}"
 
 
 @pytest.mark.parametrize("mask", MASKS)

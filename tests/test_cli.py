@@ -110,6 +110,20 @@ def test_outputs_are_checked_before_the_run(tmp_path):
     assert "--plot" in call(*TINY, "--plot", tmp_path / "file" / "chart.png", status=2)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure with")
+def test_host_times_need_a_gpu():
+    assert "GPU" in call("bench", "host", status=2)
+
+
+@pytest.mark.gpu
+def test_host_times_of_small_calls(tmp_path):
+    text = call("bench", "host", "--rounds", 1, "--output", tmp_path / "host.json")
+    rows = json.loads((tmp_path / "host.json").read_text())["rows"]
+    assert {row["provider"] for row in rows} == {"flashtile", "sdpa"}
+    assert all(row["graph_us"] > 0 and row["host_us"] > 0 for row in rows)
+    assert "CUDA graph" in text
+
+
 def test_compare_refuses_what_is_no_report(tmp_path):
     bad = tmp_path / "bad.json"
     bad.write_text("{}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile import dispatch, flash_attn_func
-from flashtile.backends.hopper import backward_launch, config, launch, leaves_backward, passes_on, refusal
+from flashtile.backends.hopper import config, leaves_backward, passes_on, refusal
 from flashtile.backends.hopper.schedule import TILE_COST, backward_schedule, key_blocks, query_blocks, schedule
 from flashtile.testing import Result, Sample, make_inputs
 
@@ -137,82 +136,11 @@ def test_small_problems_are_left_to_the_next_backend():
     assert passes_on(spec((2048, 2048), (16, 16), (128, 128), BF16, right=0)) is None
 
 
-def test_a_later_call_passes_what_the_first_did(monkeypatch):
-    """Without a GPU: what reaches the kernel by the short way of known problems, with other tensors."""
-    launched = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            def first(*arguments, num_warps):
-                launched.append(arguments)
-                return {(*grid, 1, 1): lambda *arguments, stream: launched.append(arguments)}
-
-            return first
-
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
-    monkeypatch.setattr(launch, "forward_kernel", Recorder())
-    monkeypatch.setattr(launch.triton.runtime, "driver", driver)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    case = spec((500, 700), (4, 2), (128, 96), BF16, right=0)
-    kernel = launch.ForwardKernel()
-    calls = []
-    for seed in range(2):
-        inputs = make_inputs(case, seed=seed)
-        calls.append((*inputs[:3], torch.zeros_like(inputs.dout), torch.zeros(2, 4, 500)))
-        kernel(case, *calls[-1])
-    for tensors, (*descriptors, lse, _, _) in zip(calls, [x[:7] for x in launched], strict=True):
-        assert all(x.base is y for x, y in zip(descriptors, tensors, strict=False))
-        assert lse is tensors[4]
-    shown = [
-        [(x.shape, x.strides, x.block_shape, x.layout, x.padding) for x in arguments[:4]] for arguments in launched
-    ]
-    assert shown[0] == shown[1]
-    assert torch.equal(launched[0][5], launched[1][5])
-    assert launched[0][6:] == launched[1][6:]
-
-
 def test_what_of_the_backward_pass_goes_elsewhere():
     case = spec(dims=(128, 256), dtype=BF16)
     assert leaves_backward(case, asked=True) is None
     assert "order" in leaves_backward(replace(case, deterministic=True), asked=True)
     assert "measured" in leaves_backward(case, asked=False)
-
-
-def test_a_later_gradient_passes_what_the_first_did(monkeypatch):
-    """Without a GPU: what reaches the backward kernel by the short way of known problems, with other tensors."""
-    launched = []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            def first(*arguments, num_warps):
-                launched.append(arguments)
-                return {(*grid, 1, 1): lambda *arguments, stream: launched.append(arguments)}
-
-            return first
-
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
-    monkeypatch.setattr(backward_launch, "backward_kernel", Recorder())
-    monkeypatch.setattr(launch.triton.runtime, "driver", driver)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    case = spec((500, 700), (4, 2), (128, 96), BF16, right=0)
-    kernel = backward_launch.BackwardKernel()
-    calls = []
-    for seed in range(2):
-        q, k, v, dout, _ = make_inputs(case, seed=seed)
-        rows, sums = torch.zeros(2 * 2 * 4 * 512), torch.zeros(2 * 4 * 512 * 128)
-        calls.append((q, dout, k, v, torch.zeros_like(k), torch.zeros_like(v), rows, sums))
-        kernel(case, calls[-1][:6], rows, sums)
-    for tensors, arguments in zip(calls, launched, strict=True):
-        assert all(x.base is y for x, y in zip(arguments[:7], tensors[:7], strict=True))
-        assert arguments[7] is tensors[7]
-    shown = [
-        [(x.shape, x.strides, x.block_shape, x.layout, x.padding) for x in arguments[:7]] for arguments in launched
-    ]
-    assert shown[0] == shown[1]
-    assert torch.equal(launched[0][8], launched[1][8])
-    assert launched[0][9:] == launched[1][9:]
 
 
 @pytest.mark.gpu
@@ -255,6 +183,25 @@ def test_gradients_of_out_may_lie_anyhow(dout):
     given = (None if dout == "none" else inputs.dout, None if dout == "without dlse" else inputs.dlse)
     gradients = choice.backward(case, *given, *inputs[:3], out, lse)
     assert [e for e in Sample.of(case, inputs).errors(Result(out, lse, *gradients)) if not e.ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("growth", "value"),
+    [(0.0, 1.0), (60.0, 1.0), (20.0, 1e37)],
+    ids=["scores alike", "scores that overflow", "products that overflow"],
+)
+def test_rows_that_outgrow_the_maximum_of_their_last_keys(dim, right, growth, value):
+    """Scores grow towards the first keys, which are computed last."""
+    case = spec((1500, 1628), (8, 8), (dim, dim), BF16, right=right)
+    inputs = make_inputs(case, "cuda")
+    k = inputs.k * (1 + growth * torch.linspace(1, 0, case.seqlen_k, device="cuda")[None, :, None, None]).to(BF16)
+    inputs = inputs._replace(k=k, v=inputs.v * value)
+    out, lse = flash_attn_func(*inputs[:3], window_size=(-1, right), return_lse=True, backend="hopper")
+    assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
 
 
 @pytest.mark.gpu

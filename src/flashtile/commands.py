@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,18 +16,17 @@ from .bench.cases import DTYPES, SUITES, Case
 from .bench.counting import Mode
 from .bench.explain import explain as explain_spec
 from .bench.explain import lines as explanation_lines
+from .bench.host import measure as host_times
 from .bench.plots import save_bars
 from .bench.providers import PROVIDERS, default_names
 from .bench.report import Report, atomically, compare_reports, describe_machine
 from .bench.runner import Effort, run, steps
-from .bench.tables import print_explanation, print_ratios, print_report, print_verdicts
-from .bench.timing import copy_bytes, gemm_flops, host_us
+from .bench.tables import print_explanation, print_host_times, print_ratios, print_report, print_verdicts
+from .bench.timing import copy_bytes, gemm_flops
 from .bench.verify import verify as verdicts_on
 from .dispatch import declined
 from .env import tuned_configs
-from .interface import flash_attn_func
 from .spec import MAX_HEAD_DIM, AttentionSpec, check_tensors, checked_scale, checked_softcap, mask_window
-from .testing import make_inputs
 
 app = typer.Typer(help="Exact FlashAttention for PyTorch.", no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(help="Time attention: cases x providers.")
@@ -107,29 +104,15 @@ def host(
     output: Annotated[Path | None, typer.Option(help="JSON")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="interleaved rounds; the result is their median")] = 9,
 ) -> None:
-    """Host time of one small forward call on a GPU: B=1, S=128, 8 heads of 64, bfloat16."""
+    """Host time of one small forward call on a GPU: B=1, S=128 to 512, 8 heads of 64, bfloat16."""
     device = parse_device("")
     if device.type != "cuda":
         raise typer.BadParameter("host time is measured with a GPU, and there is none", param_hint="bench host")
     _check_writable(output, "--output")
-    case = Case.square(1, 128, 8, 64, False, "bfloat16")
-    q, k, v, *_ = make_inputs(case.spec, device)
-    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
-    calls: dict[str, Callable[[], object]] = {
-        "flashtile": lambda: flash_attn_func(q, k, v),
-        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q_, k_, v_),
-    }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name in random.sample(list(calls), len(calls)):
-            times[name].append(host_us(calls[name], device))
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    for name, microseconds in medians.items():
-        typer.echo(
-            f"{name}: {microseconds:.1f} us, {microseconds / medians['sdpa']:.2f}x scaled_dot_product_attention's"
-        )
+    found = host_times(device, rounds)
+    print_host_times(wide_console(), found)
     if output is not None:
-        document = {**describe_machine(device), "case": case.label, "host_us": medians}
+        document = {**describe_machine(device), "rows": [row._asdict() for row in found]}
         atomically(output, lambda temporary: temporary.write_text(json.dumps(document, indent=1)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -9,6 +11,9 @@ from torch import Tensor
 
 from .backends import cpu, hopper, reference, triton
 from .spec import AttentionSpec
+
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""forward(q, k, v) -> (out, lse)"""
 
 
 class Backend(Protocol):
@@ -32,12 +37,22 @@ class Choice(NamedTuple):
 
     def forward(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse); ValueError where the backend asked for cannot read q, k or v as they lie in memory."""
+        return self._reading(q, k, v).forward(spec, q, k, v)
+
+    def forward_like(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+        """`forward` for tensors of the same strides, and of the same alignment to 16 bytes."""
+        backend = self._reading(q, k, v)
+        prepare = getattr(backend, "forward_like", None)
+        prepared = None if prepare is None else prepare(spec, q, k, v)
+        return partial(backend.forward, spec) if prepared is None else prepared
+
+    def _reading(self, q: Tensor, k: Tensor, v: Tensor) -> Backend:
         backend = self.fastest
         if (refusal := getattr(backend, "refusal", None)) and (reason := refusal(q, k, v)):
             if self.otherwise is None:
                 raise ValueError(f"backend: {name_of(backend)!r} cannot run this call: {reason}")
-            backend = self.otherwise
-        return backend.forward(spec, q, k, v)
+            return self.otherwise
+        return backend
 
     def backward(
         self, spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,

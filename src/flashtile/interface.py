@@ -129,24 +129,29 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
-_KNOWN: dict[tuple, tuple] = {}
+_KNOWN: dict[tuple, ops.Known] = {}
 _MOST_KNOWN = 4096
 
 
 def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple) -> tuple[Tensor, Tensor]:
     """(out, lse) without the op; a problem that was checked before goes straight to its backend."""
-    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, settings)
     try:
+        key = (
+            q.shape, q.stride(), q.data_ptr() & 15, q.dtype, q.device,
+            k.shape, k.stride(), k.data_ptr() & 15, k.dtype, k.device,
+            v.shape, v.stride(), v.data_ptr() & 15, v.dtype, v.device, settings,
+        )  # fmt: skip
         known = _KNOWN.get(key)
-    except TypeError:  # a list as window_size
+    except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
         return ops.attention(*_checked(q, k, v, *settings))
     if known is None:
         *arguments, backend = _checked(q, k, v, *settings)
         checked = spec.AttentionSpec.of(*arguments)
+        choice = dispatch.choose(checked, q.device, backend)
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
-        known = _KNOWN[key] = checked, dispatch.choose(checked, q.device, backend)
-    return ops.plain_attention(q, k, v, *known)
+        known = _KNOWN[key] = ops.Known(checked, choice, choice.forward_like(checked, q, k, v))
+    return ops.plain_attention(q, k, v, known)
 
 
 def _checked(

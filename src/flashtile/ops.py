@@ -6,7 +6,7 @@ torch.export, selective checkpointing and fake tensors; the backend is picked wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,16 +39,25 @@ def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()
         or q.is_meta
-        or torch.is_autocast_enabled(q.device.type)
+        or torch._C._is_any_autocast_enabled()
     )
+
+
+class Known(NamedTuple):
+    """What a plain eager call runs for tensors of one layout."""
+
+    spec: AttentionSpec
+    choice: dispatch.Choice
+    forward: dispatch.Forward
 
 
 class _PlainAttention(torch.autograd.Function):
     """The op's autograd rule for plain eager calls."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: dispatch.Choice):
-        out, lse = choice.forward(spec, q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, known: Known):
+        spec, choice, forward = known
+        out, lse = forward(q, k, v)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.spec, ctx.choice = spec, choice
@@ -62,16 +71,14 @@ class _PlainAttention(torch.autograd.Function):
             grads = _backward_op(dout, dlse, *ctx.saved_tensors, *ctx.spec.settings, name)
         elif dout is not None or dlse is not None:
             grads = ctx.choice.backward(ctx.spec, dout, dlse, *ctx.saved_tensors)
-        return (*grads, None, None)
+        return (*grads, None)
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: dispatch.Choice
-) -> tuple[Tensor, Tensor]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, Tensor]:
     """`attention` where nothing `needs_op`: (out, lse) from the backends chosen, differentiable."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _PlainAttention.apply(q, k, v, spec, choice)
-    return choice.forward(spec, q, k, v)
+        return _PlainAttention.apply(q, k, v, known)
+    return known.forward(q, k, v)
 
 
 def attention(

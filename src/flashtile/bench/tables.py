@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..testing import Error, Result
+from .host import HostTime
 from .report import Ratio, Report, Row, compare_providers, geometric_mean
 from .verify import Verdict
 
@@ -67,6 +68,18 @@ def print_ratios(console: Console, ratios: Sequence[Ratio]) -> None:
         group = [ratio for ratio in ratios if (ratio.row.provider, ratio.row.mode) == (provider, mode)]
         console.print(f"{provider} {mode}: {_summary(group)}", markup=False)
     console.print(f"all: {_summary(ratios)}", markup=False)
+
+
+def print_host_times(console: Console, times: Sequence[HostTime]) -> None:
+    """A row per case and provider: microseconds per call of the host, and of a CUDA graph of such calls."""
+    table = Table(title="microseconds per call", title_justify="left")
+    for header in ("case", "provider"):
+        table.add_column(header)
+    for header in ("host", "CUDA graph"):
+        table.add_column(header, justify="right")
+    for time in times:
+        table.add_row(time.case, time.provider, f"{time.host_us:.1f}", f"{time.graph_us:.1f}")
+    console.print(table)
 
 
 def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:

@@ -49,18 +49,6 @@ def median_ms(call: Call, device: torch.device, round_ms: float) -> float:
     return _gpu_median(call, device, round_ms) if device.type == "cuda" else _cpu_median(call, round_ms)
 
 
-def host_us(call: Call, device: torch.device, calls: int = 300) -> float:
-    """Microseconds of host time per call, when many calls follow each other and the GPU is never waited for."""
-    for _ in range(10):
-        call()
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / calls * 1e6
-
-
 def _cpu_median(call: Call, round_ms: float) -> float:
     times: list[float] = []
     while len(times) < _MAX_CALLS and sum(times) < round_ms:

@@ -30,11 +30,11 @@ _INSTALLED = _triton_is_new_enough()
 
 if _INSTALLED:
     from . import backward_launch
-    from .launch import forward
+    from .launch import forward, forward_like
 
-__all__ = ["backward", "forward", "leaves_backward", "passes_on", "plan", "refusal", "supports"]
+__all__ = ["backward", "forward", "forward_like", "leaves_backward", "passes_on", "plan", "refusal", "supports"]
 
-# Fewer floating-point operations take less time on the GPU than describing four tensors to TMA takes on the host.
+# Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
 # Its main kernel's last form has run on no GPU yet, only compiled and on tests/gluon_on_cpu.py.
 BACKWARD_BY_ITSELF = False
@@ -65,7 +65,7 @@ def passes_on(spec: AttentionSpec) -> str | None:
     pairs = spec.seqlen_q * spec.seqlen_k * (0.5 if spec.window_right >= 0 else 1.0)
     operations = 2 * spec.batch * spec.heads_q * pairs * (spec.head_dim + spec.head_dim_v)
     if operations < WORTHWHILE:
-        return f"{operations / 1e9:.1f} GFLOP are too few to be worth its host time: by itself it starts at 8"
+        return f"{operations / 1e9:.1f} GFLOP are too few to fill the GPU with its tiles: by itself it starts at 8"
     return None
 
 

@@ -101,7 +101,7 @@ def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, whi
     mbarrier.expect(full, desc.block_type.nbytes + rows_desc.block_type.nbytes)
     load_async(desc, [batch, row, head, 0], full, ring.buffer(position, 0))
     at = ((which * p.heads + batch * p.heads_q + head) * p.row_blocks) * p.TILE_M + row
-    load_async(rows_desc, [at], full, numbers.index(position % ring.depth))
+    load_async(rows_desc, [at], full, numbers.index(ring.slot(position)))
 
 
 @gluon.jit
@@ -213,7 +213,7 @@ def probabilities_and_ds(
     """Lines 10, 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
     numbers: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
-    slot = position % q_ring.depth
+    slot = q_ring.slot(position)
     q = matrix(q_ring.buffer(position, 0))
     dout = matrix(dout_ring.buffer(position, 0))
     q_ring.await_full(position)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
+from ..launcher import Launcher, Run, launch_of
 from . import config
 from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
-from .launch import MAX_REMEMBERED, PersistentKernel, describe, score_units
+from .launch import OPTIONS, describe, score_units
 from .schedule import backward_schedule, tile_fields
 
 
@@ -69,45 +69,60 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
     )  # fmt: skip
 
 
-class BackwardKernel(PersistentKernel):
-    """`backward_kernel` or `wide_backward_kernel`."""
+class BackwardKernel(Launcher):
+    """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows and adds to sums."""
 
-    def __call__(self, spec: AttentionSpec, tensors: tuple[Tensor, ...], rows: Tensor, sums: Tensor) -> None:
-        """`tensors` are q, dout, k, v, dk, dv, of which the last two lie as empty_like says."""
-        self._launch(spec, (*tensors, rows), 4, sums)
-
-    def _prepare(self, spec: AttentionSpec, tensors: tuple[Tensor, ...]) -> tuple[Any, tuple, Tensor, tuple]:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+        *matrices, rows, sums = tensors
         tiles = config.choose_backward(spec)
-        *matrices, rows = tensors
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
         programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
         tiles_of = table(spec, tiles, programs).to(rows.device)
-        descriptors = (*map(describe, matrices, boxes(tiles)), of_rows)
-        return kernel_of(tiles), descriptors, tiles_of, scalars(spec, tiles, rounds=tiles_of.shape[1])
+        described = (*map(describe, matrices, boxes(tiles)), of_rows)
+        arguments = (*described, sums, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
+        compiled = kernel_of(tiles).warmup(*arguments, grid=(len(tiles_of),), **OPTIONS)
+        return launch_of(compiled, rows.device, len(tiles_of), arguments, len(tensors))
 
 
-class RowKernel:
-    """A kernel of backward_rows.py with what was compiled for each problem."""
+class RowsKernel(Launcher):
+    """A kernel over all blocks of queries, and the function that derives its arguments from (spec, tiles, *tensors)."""
 
-    def __init__(self, fn: Any) -> None:
+    def __init__(self, fn: Any, arguments: Callable[..., tuple]) -> None:
+        super().__init__()
         self.fn = fn
-        self._compiled: dict[tuple, Callable[..., None]] = {}
+        self.arguments = arguments
 
-    def __call__(self, key: tuple, grid: int, device: int, arguments: tuple) -> None:
-        """Runs on the current stream; calls of the same key have the same scalars and pointers aligned alike."""
-        run = self._compiled.get(key)
-        if run is not None:
-            run(*arguments, stream=triton.runtime.driver.active.get_current_stream(device))
-            return
-        compiled = self.fn[(grid,)](*arguments)
-        if len(self._compiled) >= MAX_REMEMBERED:
-            self._compiled.clear()
-        self._compiled[key] = compiled[(grid, 1, 1)]
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+        tiles = config.choose_backward(spec)
+        grid = spec.batch * spec.heads_q * row_blocks(spec, tiles)
+        arguments = (*tensors, *self.arguments(spec, tiles, *tensors))
+        compiled = self.fn.warmup(*arguments, grid=(grid,), **OPTIONS)
+        return launch_of(compiled, tensors[-1].device, grid, arguments, len(tensors))
 
 
-BEGIN = RowKernel(begin_kernel)
-BACKWARD = BackwardKernel()
-FINISH = RowKernel(finish_kernel)
+def begin_arguments(
+    spec: AttentionSpec, tiles: config.BackwardTiles, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
+    rows: Tensor, sums: Tensor,
+) -> tuple:  # fmt: skip
+    """The arguments of `begin_kernel` after the tensors."""
+    return (
+        *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()), spec.heads_q, spec.seqlen_q,
+        row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.head_dim_v, tiles.tile_m, tiles.head_dim,
+    )  # fmt: skip
+
+
+def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tensor, sums: Tensor) -> tuple:
+    """The arguments of `finish_kernel` after the tensors."""
+    parts = (2, 1) if tiles.tile_m > tiles.box_keys else (1, 2)
+    return (
+        *dq.stride()[:3], spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.softmax_scale,
+        spec.head_dim, tiles.tile_m, tiles.head_dim, *parts,
+    )  # fmt: skip
+
+
+BEGIN = RowsKernel(begin_kernel, begin_arguments)
+MAIN = BackwardKernel()
+FINISH = RowsKernel(finish_kernel, finish_arguments)
 
 
 def backward(
@@ -121,27 +136,12 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k and v, by Algorithm 2, from tensors that TMA can read."""
-    device = q.device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return backward(spec, dout, dlse, q, k, v, out, lse)
     tiles = config.choose_backward(spec)
     heads, blocks = spec.batch * spec.heads_q, row_blocks(spec, tiles)
     rows = q.new_empty((2 * heads * blocks * tiles.tile_m,), dtype=torch.float32)
     sums = q.new_empty((heads * blocks * tiles.tile_m * tiles.head_dim,), dtype=torch.float32)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
-    alignment = (out.data_ptr() & 15, lse.data_ptr() & 15, None if dlse is None else dlse.data_ptr() & 15)
-    BEGIN(
-        (spec, device, dout.stride(), dlse_strides, alignment), heads * blocks, device,
-        (out, dout, lse, dlse, rows, sums, *dout.stride()[:3], *dlse_strides, spec.heads_q, spec.seqlen_q, blocks,
-         heads, spec.head_dim_v, tiles.tile_m, tiles.head_dim),
-    )  # fmt: skip
-    BACKWARD(spec, (q, dout, k, v, dk, dv), rows, sums)
-    parts = (2, 1) if tiles.tile_m > tiles.box_keys else (1, 2)
-    FINISH(
-        (spec, device, dq.stride()), heads * blocks, device,
-        (sums, dq, *dq.stride()[:3], spec.heads_q, spec.seqlen_q, blocks, spec.softmax_scale,
-         spec.head_dim, tiles.tile_m, tiles.head_dim, *parts),
-    )  # fmt: skip
+    BEGIN(spec, (out, dout, lse, dlse), (rows, sums))
+    MAIN(spec, (q, dout, k, v), (dk, dv, rows, sums))
+    FINISH(spec, (dq,), (sums,))
     return dq, dk, dv

@@ -48,7 +48,7 @@ def begin_kernel(
 
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
 def finish_kernel(
-    sums_ptr, dq_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
+    dq_ptr, sums_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
     D: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr, PARTS_M: tl.constexpr, PARTS_D: tl.constexpr,
 ):  # fmt: skip
     """dQ in the dtype and layout of q, from its sums in the order in which `add_dq` leaves them."""

@@ -76,7 +76,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 q = matrix(q_ring.buffer(position, 0))
                 k = matrix(k_ring.buffer(anew(tile), 0))
                 s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                shift = shifts.index(position % q_ring.depth).load(gl.SliceLayout(0, s_layout))
+                shift = shifts.index(q_ring.slot(position)).load(gl.SliceLayout(0, s_layout))
                 s = warpgroup_mma_wait(0, deps=(s,))
                 q_ring.release(position)
                 if p.SOFTCAP:
@@ -153,7 +153,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 dout = matrix(dout_ring.buffer(position, 0))
                 v = matrix(v_ring.buffer(anew(tile), 0))
                 dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-                delta = deltas.index(position % q_ring.depth).load(gl.SliceLayout(0, s_layout))
+                delta = deltas.index(q_ring.slot(position)).load(gl.SliceLayout(0, s_layout))
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)

@@ -30,30 +30,34 @@ class Ring:
         self.parts = gl.constexpr(parts)
 
     @gluon.jit
+    def slot(self, position):
+        return (position % self.depth).to(gl.int32)
+
+    @gluon.jit
     def await_empty(self, position):
         """Producer: waits until the slot may be written; returns the barrier that its loads must complete."""
-        slot = position % self.depth
+        slot = self.slot(position)
         mbarrier.wait(self.empty.index(slot), ((position // self.depth) & 1) ^ 1)
         return self.full.index(slot)
 
     @gluon.jit
     def await_full(self, position, pred=True):
         """Consumer: waits until the slot is loaded."""
-        mbarrier.wait(self.full.index(position % self.depth), (position // self.depth) & 1, pred=pred)
+        mbarrier.wait(self.full.index(self.slot(position)), (position // self.depth) & 1, pred=pred)
 
     @gluon.jit
     def release(self, position, pred=True):
         """Consumer: this warpgroup has read the slot."""
-        mbarrier.arrive(self.empty.index(position % self.depth), pred=pred)
+        mbarrier.arrive(self.empty.index(self.slot(position)), pred=pred)
 
     @gluon.jit
     def buffer(self, position, part: gl.constexpr):
         """Buffer `part` of a slot, as it is loaded: (1, rows, 1, D)."""
-        return self.buffers.index((position % self.depth) * self.parts + part)
+        return self.buffers.index(self.slot(position) * self.parts + part)
 
     @gluon.jit
     def first(self):
-        return 2 * self.depth
+        return gl.to_tensor(2 * self.depth).to(gl.uint32)  # without a sign, slot and phase take fewer instructions
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ class Tiles:
     q_stages: int
     stages: int
     compute_registers: int
+    q_in_registers: bool = False  # rather than read from shared memory for every key block
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24
     tile_m: int = 64  # rows of one wgmma
@@ -38,15 +39,16 @@ class Tiles:
     def shared_bytes(self) -> int:
         rows = self.q_stages * self.rows + self.rows // self.out_parts  # Q, and O on its way out
         barriers = 16 * (self.q_stages + 2 * self.stages)
-        return 2 * self.head_dim * (rows + 2 * self.stages * self.tile_n) + barriers
+        failures = 4 * 4 * self.tile_m
+        return 2 * self.head_dim * (rows + 2 * self.stages * self.tile_n) + barriers + failures
 
 
 D64 = Tiles(64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160)
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
 484 -> 590 TFLOP/s."""
-D64_SHORT = Tiles(64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240)
+D64_SHORT = Tiles(64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_in_registers=True)
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
-stages: 253 -> 264."""
+stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482."""
 D128 = Tiles(128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
 +9 % at S = 512, 0 at 16k."""

@@ -5,6 +5,10 @@ warpgroups compute 64 rows each by WGMMA, S of key block j + 1 issued before the
 and take turns on the matrix units (ping-pong, section 3.1). The walk is one flat loop: the first product of a tile runs
 under the last of the tile before, and its epilogue under the next softmax.
 
+Blocks that need no mask keep the maximum that the blocks before them found (STEADY). Any number will do for it, as it
+cancels in O / l and in L, as long as nothing overflows; a program that finds it did walks its tiles again, with the
+running maximum of the paper.
+
 Legend: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq) float32. A
 warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, D_V) · m, l: (TILE_M,).
 """
@@ -23,6 +27,8 @@ from .channel import make_ring
 from .compat import aggregate, load_async, store_async
 
 LN2 = gl.constexpr(0.6931471805599453)
+LEAST = gl.constexpr(2.0**-100)  # Row sums between these can do without a running maximum: they, and the products
+MOST = gl.constexpr(2.0**100)  # they are sums of, are far from what float32 cannot hold.
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
 
@@ -46,11 +52,13 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
+    STEADY: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -68,6 +76,8 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.STEADY = gl.constexpr(STEADY)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
 
     @gluon.jit
     def tiles(self):
@@ -106,6 +116,17 @@ class Problem:
 
 
 @gluon.jit
+def any_failed(p, failures):
+    """Whether a row of this program's tiles could not do without a running maximum. All warps of the program meet."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r",
+        [FIRST_BARRIER + p.WARPGROUPS, 128 * p.WARPGROUPS + 32], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([failures.shape[0] // 32], [32], [gl.num_warps()], [0])
+    return gl.max(failures.load(layout), axis=0) != 0
+
+
+@gluon.jit
 def load_q(p, q_desc, q_ring, position, batch, head, m_block):
     """The rows of all warpgroups of a tile."""
     row = m_block * (p.WARPGROUPS * p.TILE_M)
@@ -116,14 +137,28 @@ def load_q(p, q_desc, q_ring, position, batch, head, m_block):
 
 
 @gluon.jit
-def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
-    """The producer warp: Q of every tile, and its blocks of K and V from the last to the first.
+def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures):
+    """The producer warp: what `compute_loop` reads."""
+    q_position = q_ring.first()
+    position = k_ring.first()
+    if p.STEADY:
+        careful = False
+        again = True
+        while again:
+            q_position, position = load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position)
+            again = any_failed(p, failures) & (careful ^ True)
+            careful = True
+    else:
+        load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position)
+
+
+@gluon.jit
+def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position):
+    """Q of every tile, and its blocks of K and V from the last to the first; returns the positions after them.
 
     Where Q has one slot, which the tile before frees late, the first K and V go ahead of it.
     """
     entries, n_tiles = p.tiles()
-    q_position = q_ring.first()
-    position = k_ring.first()
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
         first, _, _, end = p.key_blocks(m_block)
@@ -143,6 +178,7 @@ def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring):
                 if i == 0:
                     load_q(p, q_desc, q_ring, q_position, batch, head, m_block)
         q_position += 1
+    return q_position, position
 
 
 @gluon.jit
@@ -170,6 +206,15 @@ def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
+def keep_apart(warpgroup: gl.constexpr):
+    """An instruction that no other warpgroup has: without one, triton 3.9 makes a single code of what they do last, and
+    to meet in its registers the loops move P about and spill."""
+    gl.inline_asm_elementwise(
+        f"mov.b32 $0, $1; // warpgroup {warpgroup}", "=r,r", [warpgroup], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def tanh(x):
     """tanh in float32: from exp2 away from zero, by its series near zero."""
     e = gl.exp2(gl.abs(x) * -2.8853900817779268)
@@ -181,15 +226,21 @@ def tanh(x):
 
 @gluon.jit
 def mask(p, s, row, col, row_layout: gl.constexpr):
-    """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants."""
+    """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants.
+
+    What the lane adds to a column, bits 1 and 2, is taken off the limits: added to the columns it would take a register
+    for each, hoisted out of the loop and spilled.
+    """
     rows = row + gl.arange(0, p.TILE_M, row_layout) + (p.seqlen_k - p.seqlen_q)
     cols = gl.arange(0, p.TILE_N, gl.SliceLayout(0, s.type.layout))
+    of_lane = (cols & 6)[None, :]
+    cols = (cols & ~6)[None, :]
     last = gl.zeros_like(rows) + (p.seqlen_k - 1 - col)
     if p.HAS_RIGHT:
         last = gl.minimum(last, rows + (p.window_right - col))
-    s = gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
+    s = gl.where(cols <= last[:, None] - of_lane, s, float("-inf"))
     if p.HAS_LEFT:
-        s = gl.where(cols[None, :] >= (rows - (p.window_left + col))[:, None], s, float("-inf"))
+        s = gl.where(cols >= (rows - (p.window_left + col))[:, None] - of_lane, s, float("-inf"))
     return s
 
 
@@ -201,10 +252,21 @@ def row_sums_by_lane(x):
 
 
 @gluon.jit
+def scores(p, s):
+    """S, in units that p.unit takes to base 2."""
+    return tanh(s * p.cap_in) if p.SOFTCAP else s
+
+
+@gluon.jit
+def probabilities(p, s, shift):
+    """P, not normalised: 2^(scores in base 2 - shift)."""
+    return gl.exp2(s * p.unit - shift[:, None])
+
+
+@gluon.jit
 def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.constexpr):
     """P, the new maximum and the factor for what was summed so far (Algorithm 1 of FlashAttention-2, line 9)."""
-    if p.SOFTCAP:
-        s = tanh(s * p.cap_in)
+    s = scores(p, s)
     if MASKED:
         if to_mask:
             s = mask(p, s, row, col, row_layout)
@@ -213,7 +275,7 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, shift)  # a row that has seen no key yet
     alpha = gl.exp2(m * p.unit - shift)
-    return gl.exp2(s * p.unit - shift[:, None]), m_new, alpha
+    return probabilities(p, s, shift), m_new, alpha
 
 
 @gluon.jit
@@ -240,26 +302,35 @@ def unpack(probs, dtype: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def step(
     p, warpgroup: gl.constexpr, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, MASKED: gl.constexpr,
-    s_layout: gl.constexpr, p_layout: gl.constexpr,
+    STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs."""
+    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs.
+
+    STEADY: with m as it is. Finding the maximum and rescaling O are a third of the instructions otherwise.
+    """
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
     s = warpgroup_mma(q, matrix(k_ring.buffer(position, 0)).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_ring.await_full(position - 1)
-    pv = unpack(probs, q.dtype, p_layout)
+    pv = unpack(probs, k_ring.buffers.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(1, deps=(s,))
     k_ring.release(position)
-    p_new, m_new, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
-    o = warpgroup_mma_wait(0, deps=(o,))
-    v_ring.release(position - 1)
-    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
-    return o, pack(p_new, q.dtype), m_new, l
+    if STEADY:
+        p_new = probabilities(p, scores(p, s), m * p.unit)
+        l += row_sums_by_lane(p_new)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        v_ring.release(position - 1)
+    else:
+        p_new, m, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        v_ring.release(position - 1)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
+    return o, pack(p_new, k_ring.buffers.dtype), m, l
 
 
 @gluon.jit
@@ -272,9 +343,14 @@ def store_out(o, out_desc, out_buffer, batch, row, head, col):
 
 
 @gluon.jit
-def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout: gl.constexpr):
+def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures, row_layout: gl.constexpr):
     """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
+    if p.STEADY:
+        size = gl.convert_layout(gl.sum(gl.abs(o), axis=1), row_layout)  # not finite, where a number of O is not
+        fine = (l_row >= LEAST) & (l_row <= MOST) & (size < float("inf"))
+        failed = (fine | (m == float("-inf"))) ^ True
+        failures.store(failures.load(row_layout) | failed.to(gl.int32))
     empty = l_row == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
     lse = gl.where(empty, float("-inf"), (m * p.unit + gl.log2(l_row)) * LN2)
@@ -292,8 +368,30 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, row_layo
 
 
 @gluon.jit
-def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers):
-    """One warpgroup: TILE_M rows of every tile."""
+def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures):
+    """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
+    mine = failures.slice(warpgroup * p.TILE_M, p.TILE_M)
+    q_position = q_ring.first()
+    position = k_ring.first()
+    if p.STEADY:
+        careful = False
+        again = True
+        while again:
+            q_position, position = compute_walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers,
+                                                mine, q_position, position, careful)  # fmt: skip
+            again = any_failed(p, failures) & (careful ^ True)
+            careful = True
+    else:
+        compute_walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, mine, q_position, position,
+                     True)  # fmt: skip
+
+
+@gluon.jit
+def compute_walk(
+    warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures, q_position, position,
+    careful,
+):  # fmt: skip
+    """All tiles of this program once, no block of them STEADY if `careful`; returns the positions after them."""
     WARPS: gl.constexpr = gl.num_warps()
     D_V: gl.constexpr = v_ring.buffers.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
@@ -307,8 +405,6 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
     m = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
     l = row_sums_by_lane(zero)
     has_o = False
-    q_position = q_ring.first()
-    position = k_ring.first()
     batch = 0
     head = 0
     row = 0
@@ -320,9 +416,12 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         entry = gl.load(entries + t + 1)  # of the next tile: it takes as long as a product
         first, full_first, full_end, end = p.key_blocks(m_block)
         row_new = m_block * (p.WARPGROUPS * p.TILE_M) + warpgroup * p.TILE_M
-        q = matrix(q_ring.buffer(q_position, warpgroup))
         # S of the first block, under the last O += P V of the tile before
         q_ring.await_full(q_position)
+        q = matrix(q_ring.buffer(q_position, warpgroup))
+        if p.Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+            q_ring.release(q_position)
         k_ring.await_full(position)
         take_turn(warpgroup)
         k = matrix(k_ring.buffer(position, 0))
@@ -340,7 +439,8 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         o = warpgroup_mma_wait(0, deps=(o,))
         v_ring.release(position - 1, pred=t > 0)
         if t > 0:
-            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
+            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
+                   row_layout)  # fmt: skip
         probs = pack(probs_new, out_desc.dtype)
         m = m_new
         l = l_new
@@ -356,31 +456,45 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
             for i in range(end - 1 - middle):
                 col = (end - 2 - i) * p.TILE_N
                 o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
-                                      s_layout, p_layout)  # fmt: skip
+                                      False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
-        for _ in range(middle - last):
+        steady = 0
+        if p.STEADY:
+            steady = gl.where(careful, 0, middle - last)
+        for _ in range(middle - last - steady):
             o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
-                                  s_layout, p_layout)  # fmt: skip
+                                  False, s_layout, p_layout)  # fmt: skip
             has_o = True
             position += 1
+        if p.STEADY:
+            m = gl.where((steady > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
+            for _ in range(steady):
+                o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
+                                      True, s_layout, p_layout)  # fmt: skip
+                has_o = True
+                position += 1
         if p.HAS_LEFT:
             for i in range(last - first):
                 col = (last - 1 - i) * p.TILE_N
                 o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
-                                      s_layout, p_layout)  # fmt: skip
+                                      False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
-        q_ring.release(q_position)
+        if not p.Q_IN_REGISTERS:
+            q_ring.release(q_position)
         q_position += 1
     if warpgroup == 0:
         take_turn(warpgroup)
+    keep_apart(warpgroup)
     v_ring.await_full(position - 1)
     pv = unpack(probs, out_desc.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
-    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), row_layout)
+    v_ring.release(position - 1)
+    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
     tma.store_wait(0)
+    return q_position, position
 
 
 @gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds"])
@@ -388,27 +502,30 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, STEADY: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in,
-                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
+                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
+                Q_IN_REGISTERS)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
+    failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (compute_loop, (2, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers)),
-            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring)),
+            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (2, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
+            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -21,9 +21,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 if _INSTALLED:
     from .backward import backward
-    from .forward import forward
+    from .forward import forward, forward_like
 
-__all__ = ["backward", "forward", "plan", "supports"]
+__all__ = ["backward", "forward", "forward_like", "plan", "supports"]
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:

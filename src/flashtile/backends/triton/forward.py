@@ -3,12 +3,12 @@
 Legend: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq) float32.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...spec import AttentionSpec
+from ..launcher import Forward, forward_pass, forward_pass_like
 from .config import Tiles
 from .launch import FLOAT32_TINY, NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
 from .tile import LN2, load_tile, part_of, place, softmax_step, store_tile, tanh, visible, visible_blocks
@@ -93,11 +93,10 @@ FORWARD = Kernel("forward", forward_kernel, _launch)
 
 def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32, by Algorithm 1."""
-    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    if spec.head_dim == spec.head_dim_v and q.is_contiguous():
-        out = torch.empty_like(q)  # the same as below, a microsecond sooner
-    else:
-        out = q.new_empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v))
-    lse = q.new_empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32)
-    FORWARD(spec, (q, k, v), (out, lse))
-    return out, lse
+    return forward_pass(FORWARD, spec, dense_rows(q), dense_rows(k), dense_rows(v))
+
+
+def forward_like(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
+    """`forward` for tensors that lie like these, None if it copies them first."""
+    copies = any(x.stride(-1) != 1 for x in (q, k, v))
+    return None if copies else forward_pass_like(FORWARD, spec, q, k, v)

@@ -1,9 +1,4 @@
-"""From a spec and tensors to a running kernel, cheaply: what was compiled for a problem is remembered.
-
-Triton's own call re-derives its specialisation from every argument, 20-40 us each time. Here the first call
-of a problem goes that way; later calls of the same spec, strides and pointer alignment go straight to the
-compiled kernel.
-"""
+"""From a spec and tensors to a running kernel: tiles, grid and arguments."""
 
 from __future__ import annotations
 
@@ -17,9 +12,9 @@ from torch import Tensor
 
 from ...arch import arch_of
 from ...spec import AttentionSpec
+from ..launcher import Launcher, Run, launch_of
 from .config import Role, Tiles, choose
 
-MAX_REMEMBERED = 4096  # problems per kernel; each costs about a kilobyte
 LOG2E = 1.4426950408889634
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 NOT_SPECIALIZED = ("heads_q", "heads_k", "group", "window_left", "window_right")  # a value of 1 or 16 makes no variant
@@ -38,48 +33,28 @@ class Launch:
         return (*self.scalars, *self.constants.values())
 
 
-class Kernel:
+class Kernel(Launcher):
     """A Triton kernel together with the function that derives its launch from (spec, tiles, *tensors)."""
 
     def __init__(self, role: Role, fn: Any, describe: Callable[..., Launch]) -> None:
+        super().__init__()
         self.role = role
         self.fn = fn
         self.describe = describe
-        self._compiled: dict[tuple, tuple[Callable[..., None], tuple]] = {}
 
-    def __call__(self, spec: AttentionSpec, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> None:
-        """Runs on the current stream of the inputs' device; does nothing for an empty grid.
-
-        `outputs` are fresh, their layouts a function of the spec and the inputs' layouts.
-        """
-        device = inputs[0].device  # type: ignore[union-attr]
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self._run(spec, device, inputs, outputs)
-        return self._run(spec, device, inputs, outputs)
-
-    def _run(self, spec: AttentionSpec, device: torch.device, inputs: tuple, outputs: tuple) -> None:
-        key = (spec, device.index, *[x if x is None else (x.stride(), x.data_ptr() & 15) for x in inputs])
-        known = self._compiled.get(key)
-        if known is not None:
-            run, arguments = known
-            run(*inputs, *outputs, *arguments, stream=_current_stream(device.index))
-            return
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+        device = tensors[-1].device
         arch = arch_of(device)
         assert arch is not None, "a tensor on a GPU, and no GPU"
         tiles = choose(self.role, spec, arch)
-        launch = self.describe(spec, tiles, *inputs, *outputs)
+        launch = self.describe(spec, tiles, *tensors)
         if launch.grid == 0:
-            return
-        compiled = self.fn[(launch.grid,)](*inputs, *outputs, *launch.arguments, **tiles.options)
-        if compiled is not None:  # the interpreter compiles nothing
-            if len(self._compiled) >= MAX_REMEMBERED:
-                self._compiled.clear()
-            self._compiled[key] = compiled[(launch.grid, 1, 1)], launch.arguments
-
-
-def _current_stream(device_index: int) -> int:
-    return triton.runtime.driver.active.get_current_stream(device_index)
+            return lambda *tensors: None
+        if device.type == "cpu":  # the interpreter compiles nothing
+            return lambda *tensors: self.fn[(launch.grid,)](*tensors, *launch.arguments, **tiles.options)
+        arguments = (*tensors, *launch.arguments)
+        compiled = self.fn.warmup(*arguments, grid=(launch.grid,), **tiles.options)
+        return launch_of(compiled, device, launch.grid, arguments, len(tensors))
 
 
 def dense_rows(x: Tensor) -> Tensor:

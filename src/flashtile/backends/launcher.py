@@ -1,0 +1,269 @@
+"""Launches of compiled kernels straight through the CUDA driver, for less host time than Triton's own launcher.
+
+Triton reads every argument of every launch, and encodes a tensor map for each descriptor. Here the parameters of a
+launch are laid out once, as the driver reads them; a call writes the tensors' addresses into them. What was prepared
+for a problem is remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..spec import AttentionSpec
+
+Run = Callable[..., None]
+"""run(*tensors): launches on the current stream of the tensors' device."""
+
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""forward(q, k, v) -> (out, lse)"""
+
+Launch = Callable[..., None]
+"""launch(stream, *tensors): the same where the device is current already."""
+
+MAX_REMEMBERED = 4096  # problems per kernel; each costs a few kilobytes
+
+_NUMBERS = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float, "fp64": ctypes.c_double,
+}  # fmt: skip
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
+_MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
+class Launcher(ABC):
+    """A kernel, with a launch prepared for each problem: a spec, and how the tensors lie that it reads."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple, Run] = {}
+
+    @abstractmethod
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+        """The launch for tensors that lie like these (some may be None), on their device, which is current."""
+
+    def run_for(self, spec: AttentionSpec, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> Run:
+        """run(*inputs, *outputs) for tensors that lie like these.
+
+        `outputs` are fresh, their layouts a function of the spec and the inputs' layouts.
+        """
+        device = outputs[0].device
+        key = (spec, device, *[x if x is None else (x.stride(), x.data_ptr() & 15) for x in inputs])
+        run = self._runs.get(key)
+        if run is None:
+            if len(self._runs) >= MAX_REMEMBERED:
+                self._runs.clear()
+            with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+                run = self._runs[key] = self.prepare(spec, (*inputs, *outputs))
+        return run
+
+    def __call__(self, spec: AttentionSpec, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> None:
+        """Runs on the current stream of the tensors' device."""
+        self.run_for(spec, inputs, outputs)(*inputs, *outputs)
+
+
+def forward_pass(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), contiguous, of a kernel that writes them from q, k and v."""
+    out, lse = _results(spec, q.device)
+    launcher(spec, (q, k, v), (out, lse))
+    return out, lse
+
+
+def forward_pass_like(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+    """`forward_pass` for tensors that lie like these: with nothing left to look up, for the sake of small calls."""
+    device, dtype = q.device, q.dtype
+    out, lse = _results(spec, device)
+    run = launcher.run_for(spec, (q, k, v), (out, lse))
+    out_layout, lse_layout = ((x.shape, x.stride()) for x in (out, lse))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty_strided(*out_layout, dtype=dtype, device=device)  # 1 us less than torch.empty
+        lse = torch.empty_strided(*lse_layout, dtype=torch.float32, device=device)
+        run(q, k, v, out, lse)
+        return out, lse
+
+    return forward
+
+
+def _results(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=spec.dtype, device=device)
+    lse = torch.empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32, device=device)
+    return out, lse
+
+
+def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, moving: int) -> Run:
+    """The launch of a kernel that Triton compiled for `arguments`, on `device`.
+
+    Tensors take the place of the first `moving` arguments, which are tensors, their descriptors, or None; each must
+    lie in memory as the one before. The other arguments stay.
+    """
+    through_triton = compiled[(grid, 1, 1)]  # loads the kernel
+    launch = _through_triton(through_triton, arguments, moving)
+    driver = _driver()
+    if driver is not None and _is_plain(compiled.metadata):
+        parameters = Parameters(driver, compiled.src.signature, arguments, moving)
+        if parameters.sizes == _sizes(driver, compiled.function):
+            launch = _through_driver(driver, compiled, grid, parameters)
+    index, stream_of = device.index, triton.runtime.driver.active.get_current_stream
+
+    def run(*tensors: Tensor | None) -> None:
+        if torch.cuda.current_device() == index:
+            launch(stream_of(index), *tensors)
+        else:
+            with torch.cuda.device(index):
+                launch(stream_of(index), *tensors)
+
+    return run
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether a launch is no more than a grid and parameters."""
+    special = ("num_ctas", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0, 0, 0]
+
+
+def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> Launch:
+    described = [None if x is None or isinstance(x, Tensor) else _of(x, None) for x in arguments[:moving]]
+    others = arguments[moving:]
+
+    def launch(stream: int, *tensors: Tensor | None) -> None:
+        alike = (x if like is None else _of(like, x) for like, x in zip(described, tensors, strict=True))
+        run(*alike, *others, stream=stream)
+
+    return launch
+
+
+def _of(descriptor: Any, tensor: Tensor | None) -> Any:
+    """The descriptor of another tensor that lies alike, without the checks of a new one."""
+    other = object.__new__(type(descriptor))
+    other.__dict__.update(descriptor.__dict__, base=tensor)
+    return other
+
+
+def _through_driver(driver: ctypes.CDLL, compiled: Any, grid: int, parameters: Parameters) -> Launch:
+    threads = compiled.metadata.num_warps * compiled.metadata.warp_size
+    config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared, None, None, 0)
+    call = (ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters.addresses, None)
+    launch_kernel, replace_address = driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress
+    pointers, maps, lock = parameters.pointers, parameters.maps, threading.Lock()
+    kept = compiled, parameters  # alive as long as the launch
+
+    def launch(stream: int, *tensors: Tensor) -> None:
+        with lock:  # until the driver has copied the parameters
+            for index, pointer in pointers:
+                pointer.value = tensors[index].data_ptr()
+            for index, tensor_map in maps:
+                replace_address(tensor_map, ctypes.c_void_p(tensors[index].data_ptr()))
+            config.stream = stream
+            status = launch_kernel(*call)
+        if status:
+            raise RuntimeError(f"{kept[0].name}: cuLaunchKernelEx: {_message(driver, status)}")
+
+    return launch
+
+
+class Parameters:
+    """A kernel's parameters as the driver reads them.
+
+    addresses: of each parameter, in the kernel's order.
+    pointers, maps: (index of a moving argument, what holds its address).
+    sizes: in bytes, of each parameter.
+    values, fixed: what must stay alive.
+    """
+
+    def __init__(self, driver: ctypes.CDLL, signature: dict[str, str], arguments: tuple, moving: int) -> None:
+        self.pointers: list[tuple[int, ctypes.c_void_p]] = []
+        self.maps: list[tuple[int, ctypes.c_void_p]] = []
+        self.fixed = arguments[moving:]
+        values: list[Any] = []
+        for index, (kind, argument) in enumerate(zip(signature.values(), arguments, strict=True)):
+            if kind == "constexpr":
+                continue
+            if kind.startswith("tensordesc"):
+                tensor_map = _tensor_map(driver, argument)
+                self.maps.append((index, ctypes.c_void_p(ctypes.addressof(tensor_map))))
+                values += [tensor_map, *map(ctypes.c_int32, argument.shape), *map(ctypes.c_int64, argument.strides)]
+            elif kind.startswith("*"):
+                values.append(ctypes.c_void_p(argument.data_ptr()))
+                if index < moving:
+                    self.pointers.append((index, values[-1]))
+            else:
+                values.append(_NUMBERS[kind](argument))
+        values += [ctypes.c_void_p(), ctypes.c_void_p()]  # the scratch memory of Triton and of its profiler
+        self.values = values
+        self.sizes = [ctypes.sizeof(value) for value in values]
+        self.addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+
+
+def _tensor_map(driver: ctypes.CDLL, descriptor: Any) -> Any:
+    """A CUtensorMap of what a Gluon TensorDescriptor describes."""
+    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    tensor_map = (ctypes.c_char * _MAP_BYTES).from_buffer(memory, -ctypes.addressof(memory) % _MAP_ALIGNMENT)
+    itemsize, swizzle = descriptor.base.element_size(), descriptor.layout.swizzle_byte_width
+    rank = len(descriptor.shape)
+    *outer, width = descriptor.block_shape
+    box = [*outer, min(width, swizzle // itemsize) if swizzle else width]  # wider blocks are copied in several
+    status = driver.cuTensorMapEncodeTiled(
+        tensor_map, _MAP_TYPES[descriptor.base.dtype], rank, ctypes.c_void_p(descriptor.base.data_ptr()),
+        (ctypes.c_uint64 * rank)(*reversed(descriptor.shape)),
+        (ctypes.c_uint64 * rank)(*(stride * itemsize for stride in reversed(descriptor.strides[:-1]))),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        _NO_INTERLEAVE, {0: 0, 32: 1, 64: 2, 128: 3}[swizzle], _PROMOTE_TO_128_BYTES, _ZEROS_OUTSIDE,
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled: {_message(driver, status)}: {descriptor}")
+    return tensor_map
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """The CUDA driver; None where there is none, or an old one."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        used = (driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress, driver.cuFuncGetParamInfo)
+    except (OSError, AttributeError):
+        return None
+    return driver if all(used) else None
+
+
+def _sizes(driver: ctypes.CDLL, function: int) -> list[int]:
+    """Of each parameter of a loaded kernel, in bytes."""
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    sizes: list[int] = []
+    while not driver.cuFuncGetParamInfo(
+        ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)
+    ):
+        sizes.append(size.value)
+    return sizes
+
+
+def _message(driver: ctypes.CDLL, status: int) -> str:
+    text = ctypes.c_char_p()
+    driver.cuGetErrorString(status, ctypes.byref(text))
+    return f"error {status}, {(text.value or b'unknown').decode()}"

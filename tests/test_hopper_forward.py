@@ -1,0 +1,77 @@
+"""The Hopper forward kernel on a CPU, by `gluon_on_cpu`: roles, barriers, tiles, masks and the second walk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import gluon_on_cpu
+import pytest
+import torch
+from cases import BF16, HALF, spec
+
+from flashtile.backends.hopper import config, launch
+from flashtile.spec import AttentionSpec
+from flashtile.testing import Inputs, Result, errors, make_inputs
+
+CASES = {
+    "full": spec((320, 256), (1, 1), (64, 64), BF16, batch=2),
+    "causal": spec((300, 300), (2, 2), (64, 64), BF16, batch=1, right=0),
+    "group": spec((130, 400), (6, 2), (64, 64), HALF, batch=1, right=0),
+    "more queries": spec((400, 130), (2, 1), (64, 64), BF16, batch=1, right=0),
+    "window": spec((300, 520), (2, 1), (64, 64), BF16, batch=2, left=200, right=30),
+    "rows without keys": spec((300, 60), (1, 1), (64, 64), BF16, right=0),
+    "softcap": spec((200, 500), (2, 2), (64, 64), BF16, softcap=4.0, right=0),
+    "one of each": spec((1, 1), (2, 1), (64, 64), BF16),
+    "long": spec((100, 700), (1, 1), (64, 64), BF16, batch=1),
+    "D 128": spec((260, 390), (2, 1), (128, 96), BF16, batch=1, right=0),
+    "D 256": spec((200, 200), (4, 2), (256, 192), BF16, batch=1, right=0),
+}
+
+
+def forward_on_cpu(case: AttentionSpec, tiles: config.Tiles, inputs: Inputs, programs: int) -> Result:
+    """What launch does."""
+    q, k, v, dout, dlse = inputs
+    out, lse = torch.full_like(dout, float("nan")), torch.full_like(dlse, float("nan"))
+    descriptors = [
+        gluon_on_cpu.Descriptor(x, [1, n, 1, dims])
+        for x, (n, dims) in zip((q, k, v, out), launch.boxes(tiles), strict=True)
+    ]
+    table = launch.table(case, tiles, programs)
+    pointers = gluon_on_cpu.Pointer(lse.view(-1)), gluon_on_cpu.Pointer(table.flatten())
+    kernel = gluon_on_cpu.load("forward").forward_kernel
+    scalars = launch.scalars(case, tiles, rounds=table.shape[1])
+    gluon_on_cpu.run(kernel, len(table), (*descriptors, *pointers, *scalars))
+    return Result(out, lse)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("programs", [1, 3])
+def test_out_and_lse_are_right_whatever_comes_first(name, programs):
+    case = CASES[name]
+    inputs = make_inputs(case)
+    result = forward_on_cpu(case, config.choose(case), inputs, programs)
+    assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"q_stages": 1}, {"stages": 3}, {"q_in_registers": True}, {"warpgroups": 2}], ids=str
+)
+def test_other_tiles_are_right_too(change):
+    case = spec((500, 390), (2, 2), (64, 64), BF16, batch=1, right=0)
+    inputs = make_inputs(case)
+    result = forward_on_cpu(case, replace(config.D64, **change), inputs, 2)
+    assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
+
+
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("growth", "value"), [(60.0, 1.0), (20.0, 1e37)], ids=["scores that overflow", "products that overflow"]
+)
+def test_rows_that_outgrow_the_maximum_of_their_last_keys(right, growth, value):
+    """The program walks its tiles again, all of its roles, or this stands still."""
+    case = spec((300, 1000), (2, 2), (64, 64), BF16, batch=1, right=right)
+    inputs = make_inputs(case)
+    k = inputs.k * (1 + growth * torch.linspace(1, 0, case.seqlen_k)[None, :, None, None]).to(BF16)
+    inputs = inputs._replace(k=k, v=inputs.v * value)
+    result = forward_on_cpu(case, config.choose(case), inputs, 2)
+    assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []

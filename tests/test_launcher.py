@@ -1,0 +1,153 @@
+"""What reaches a kernel: without a GPU, by a driver that records what it is handed."""
+
+# ruff: noqa: ARG002, N802 -- the CUDA driver's names and parameters
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
+
+from flashtile.backends import launcher  # noqa: E402
+
+MAP = 128  # bytes of a tensor map
+SIGNATURE = {
+    "q_desc": "tensordesc<bf16[1, 64, 1, 128],...>", "dlse_ptr": "constexpr", "lse_ptr": "*fp32", "table_ptr": "*i64",
+    "seqlen": "i32", "stride": "i64", "unit": "fp32", "ONE": "constexpr",
+}  # fmt: skip
+
+
+class Driver:
+    """Stands in for the CUDA driver: tensor maps hold what they were encoded from."""
+
+    def __init__(self, sizes):
+        self.function_sizes, self.launches, self.status = sizes, [], 0
+
+    def cuTensorMapEncodeTiled(self, tensor_map, kind, rank, address, shape, strides, box, steps, *modes):
+        words = (address.value, kind, *shape, *strides[: rank - 1], *box)
+        ctypes.memmove(tensor_map, (ctypes.c_uint64 * len(words))(*words), 8 * len(words))
+        return 0
+
+    def cuTensorMapReplaceAddress(self, tensor_map, address):
+        ctypes.memmove(tensor_map.value, ctypes.byref(ctypes.c_uint64(address.value)), 8)
+        return 0
+
+    def cuFuncGetParamInfo(self, function, index, offset, size):
+        if index.value == len(self.function_sizes):
+            return 1
+        size._obj.value = self.function_sizes[index.value]
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, addresses, extra):
+        config = config._obj
+        parameters = [ctypes.string_at(*x) for x in zip(addresses, self.function_sizes, strict=True)]
+        self.launches.append((list(config.grid), list(config.block), config.shared_bytes, config.stream, parameters))
+        return self.status
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"out of luck"
+
+
+@pytest.fixture
+def arguments():
+    """What a kernel of SIGNATURE takes: 3 that move, 5 that stay."""
+    q = torch.zeros(2, 300, 4, 128, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for([1, 64, 1, 128], gl.bfloat16)
+    descriptor = TensorDescriptor(q, list(q.shape), list(q.stride()), [1, 64, 1, 128], layout)
+    return descriptor, None, torch.zeros(5), torch.arange(7), 300, 1 << 40, 0.125, 1
+
+
+SIZES = [MAP, *[4] * 4, *[8] * 4, 8, 8, 4, 8, 4, 8, 8]
+
+
+@pytest.fixture
+def compiled():
+    metadata = {"num_warps": 12, "warp_size": 32, "shared": 1000, "num_ctas": 1, "launch_pdl": False}
+    scratch = {"launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0}
+    through_triton = []
+
+    class Compiled(SimpleNamespace):
+        def __getitem__(self, grid):
+            return lambda *arguments, stream: self.calls.append((grid, arguments, stream))
+
+    source = SimpleNamespace(signature=SIGNATURE)
+    return Compiled(
+        metadata=SimpleNamespace(**metadata, **scratch), src=source, function=1234, name="kernel", calls=through_triton
+    )
+
+
+def launch_of(monkeypatch, driver, compiled, arguments):
+    active = SimpleNamespace(get_current_stream=lambda device: 77 + device)
+    monkeypatch.setattr(launcher, "_driver", lambda: driver)
+    monkeypatch.setattr(launcher.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    return launcher.launch_of(compiled, torch.device("cuda", 3), 132, arguments, moving=3)
+
+
+def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, arguments):
+    driver = Driver(SIZES)
+    run = launch_of(monkeypatch, driver, compiled, arguments)
+    calls = [(torch.ones(2, 300, 4, 128, dtype=torch.bfloat16), torch.ones(5)) for _ in range(2)]
+    for q, lse in calls:
+        run(q, None, lse)
+    for (q, lse), (grid, block, shared, stream, parameters) in zip(calls, driver.launches, strict=True):
+        assert (grid, block, shared, stream) == ([132, 1, 1], [384, 1, 1], 1000, 80)
+        tensor_map, *others = parameters
+        words = list((ctypes.c_uint64 * 16).from_buffer_copy(tensor_map))
+        shape, strides, box = [128, 4, 300, 2], [2 * 128, 2 * 512, 2 * 153600], [64, 1, 64, 1]
+        assert words[:13] == [q.data_ptr(), 9, *shape, *strides, *box]
+        whole = [int.from_bytes(x, "little") for x in others]
+        assert whole[:8] == [2, 300, 4, 128, 153600, 512, 128, 1]
+        assert whole[8:12] == [lse.data_ptr(), arguments[3].data_ptr(), 300, 1 << 40]
+        assert ctypes.c_float.from_buffer_copy(others[12]).value == 0.125
+        assert whole[13:] == [0, 0]  # scratch
+    assert compiled.calls == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [(SIZES[:-1], {}), (SIZES, {"global_scratch_size": 64}), (SIZES, {"num_ctas": 2}), (None, {})],
+    ids=["other parameters", "scratch memory", "clusters", "no driver"],
+)
+def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compiled, arguments, sizes, changes):
+    vars(compiled.metadata).update(changes)
+    driver = None if sizes is None else Driver(sizes)
+    run = launch_of(monkeypatch, driver, compiled, arguments)
+    q, lse = torch.ones(2, 300, 4, 128, dtype=torch.bfloat16), torch.ones(5)
+    run(q, None, lse)
+    ((grid, (descriptor, dlse, *others), stream),) = compiled.calls
+    old = arguments[0]
+    assert (grid, stream, dlse) == ((132, 1, 1), 80, None)
+    assert descriptor.base is q
+    assert (descriptor.shape, descriptor.strides, descriptor.layout) == (old.shape, old.strides, old.layout)
+    assert others[0] is lse
+    assert others[1:] == list(arguments[3:])
+
+
+def test_a_launch_that_fails_says_so(monkeypatch, compiled, arguments):
+    driver = Driver(SIZES)
+    run = launch_of(monkeypatch, driver, compiled, arguments)
+    driver.status = 700
+    with pytest.raises(RuntimeError, match="kernel: cuLaunchKernelEx: error 700, out of luck"):
+        run(arguments[0].base, None, arguments[2])
+
+
+def test_no_tensor_of_the_first_call_is_kept(monkeypatch, compiled, arguments):
+    """A prepared launch lives on; the memory of the tensors that it was prepared with does not."""
+    import weakref
+
+    for driver in (Driver(SIZES), None):
+        q = torch.zeros(2, 300, 4, 128, dtype=torch.bfloat16)
+        old = arguments[0]
+        descriptor = TensorDescriptor(q, old.shape, old.strides, old.block_shape, old.layout)
+        gone = weakref.ref(q)
+        run = launch_of(monkeypatch, driver, compiled, (descriptor, *arguments[1:]))
+        del q, descriptor
+        assert gone() is None
+        assert callable(run)
