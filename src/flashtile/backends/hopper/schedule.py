@@ -6,6 +6,7 @@ whose K and V fit in the L2 cache together; else one head comes after the other.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from dataclasses import replace
 
@@ -71,6 +72,7 @@ def schedule(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> list
     return assign(cost, of_queries, programs)
 
 
+@functools.lru_cache(maxsize=64)
 def mirrored(spec: AttentionSpec) -> AttentionSpec:
     """The problem seen from the keys: `visible_keys` of the result are the queries that see a key."""
     return replace(
