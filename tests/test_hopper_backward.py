@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import cases
 import gluon_on_cpu
 import pytest
 import torch
-from cases import BF16, HALF, spec
+from cases import BF16, HALF, spec, takes
 
-from flashtile.backends import reference
+from flashtile.backends import hopper, reference
 from flashtile.backends.hopper import backward_launch, config
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
@@ -97,3 +98,14 @@ def test_a_kernel_that_stands_still_is_noticed():
 
     with pytest.raises(TimeoutError, match="program 0 stands still"):
         gluon_on_cpu.run(kernel, 1, (), seconds=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", [*CASES, *(name for name, case in cases.CASES.items() if takes("hopper", case))])
+def test_gradients_on_a_gpu(name):
+    case = (cases.CASES | CASES)[name]
+    inputs = make_inputs(case, "cuda")
+    out, lse = hopper.forward(case, *inputs[:3])
+    gradients = hopper.backward(case, inputs.dout, inputs.dlse, *inputs[:3], out, lse)
+    assert [str(e) for e in errors(case, inputs, Result(out, lse, *gradients)) if not e.ok] == []

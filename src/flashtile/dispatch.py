@@ -79,14 +79,14 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None
     able = [BACKENDS[name] for name, reason in declined(spec, device).items() if reason is None]
     fastest = able[0] if backend is None else BACKENDS[backend]
     otherwise = next(candidate for candidate in able if not hasattr(candidate, "refusal")) if backend is None else None
-    asked = backend is not None
-    differentiable = next(candidate for candidate in (fastest, *able) if _differentiates(candidate, spec, asked))
+    differentiable = next(candidate for candidate in (fastest, *able) if differentiates(candidate, spec))
     return Choice(fastest, otherwise, differentiable)
 
 
-def _differentiates(backend: Backend, spec: AttentionSpec, asked: bool) -> bool:
+def differentiates(backend: Backend, spec: AttentionSpec) -> bool:
+    """Whether the backward pass of a spec that `backend` supports is its own."""
     leaves_backward = getattr(backend, "leaves_backward", None)
-    return hasattr(backend, "backward") and (leaves_backward is None or leaves_backward(spec, asked) is None)
+    return hasattr(backend, "backward") and (leaves_backward is None or leaves_backward(spec) is None)
 
 
 def name_of(backend: Backend) -> str:

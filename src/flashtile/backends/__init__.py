@@ -5,7 +5,7 @@
     forward_like(spec, q, k, v)                        -> f(q, k, v) for tensors that lie like these, or None (optional)
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
     passes_on(spec)                                    -> None, or why another is as good for it (optional)
-    leaves_backward(spec, asked)                       -> None, or why the backward pass goes to another (optional)
+    leaves_backward(spec)                              -> None, or why the backward pass goes to another (optional)
     refusal(q, k, v)                                   -> None, or why it cannot read tensors that lie so (optional)
 
 out (B, Sq, Hq, Dv) and lse (B, Hq, Sq) are contiguous; dq, dk, dv are laid out as torch.empty_like(q), (k), (v).

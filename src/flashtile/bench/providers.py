@@ -41,7 +41,7 @@ class Provider:
 
 def _flashtile(backend: str) -> Provider:
     def declines(case: Case, device: torch.device, mode: Mode) -> str | None:
-        if mode != "fwd" and not hasattr(dispatch.BACKENDS[backend], "backward"):
+        if mode != "fwd" and not dispatch.differentiates(dispatch.BACKENDS[backend], case.spec):
             return "it has no backward pass of its own"
         reason = dispatch.BACKENDS[backend].supports(case.spec, device)
         return reason or (_too_large(case, device, mode, torch.float32) if backend == "reference" else None)

@@ -36,8 +36,8 @@ __all__ = ["backward", "forward", "forward_like", "leaves_backward", "passes_on"
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
-# Its main kernel's last form has run on no GPU yet, only compiled and on tests/gluon_on_cpu.py.
-BACKWARD_BY_ITSELF = False
+# The last form of the backward kernels has run on no GPU yet, only on tests/gluon_on_cpu.py: nothing goes to them.
+BACKWARD_PROVEN = False
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:
@@ -69,12 +69,12 @@ def passes_on(spec: AttentionSpec) -> str | None:
     return None
 
 
-def leaves_backward(spec: AttentionSpec, asked: bool) -> str | None:
-    """Why the backward pass of a spec that it supports goes to another backend, `asked` for by name or not."""
+def leaves_backward(spec: AttentionSpec) -> str | None:
+    """Why the backward pass of a spec that it supports goes to another backend."""
+    if not BACKWARD_PROVEN:
+        return "its backward kernels have not been proven on a GPU"
     if spec.deterministic:
         return "its dQ is summed in no fixed order"
-    if not asked and not BACKWARD_BY_ITSELF:
-        return "its backward pass has not been measured in its last form"
     return None
 
 
