@@ -30,11 +30,20 @@ from flashtile.spec import AttentionSpec
 
 Lists = list[list[tuple[int, int]]]
 
-PING_PONG = [
-    ('        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + warpgroup, 256]',
-     '        "mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + warpgroup, 256]'),
-    ('        "bar.arrive $1, $2; mov.b32 $0, $1;"', '        "mov.b32 $0, $1;"'),
-]  # fmt: skip
+NO_TURNS = """
+@gluon.jit
+def take_turn(warpgroup: gl.constexpr):
+    pass
+
+
+@gluon.jit
+def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
+    pass
+
+
+@gluon.jit
+def load_q("""
+PING_PONG = [("\n@gluon.jit\ndef load_q(", NO_TURNS)]
 OVERLAP = [  # O += P V is waited for before the softmax, not after it
     ("    s = warpgroup_mma_wait(1, deps=(s,))\n    k_ring",
      "    s, o = warpgroup_mma_wait(0, deps=(s, o))\n    k_ring"),

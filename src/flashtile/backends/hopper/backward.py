@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import make_ring, ring_of
 from .compat import aggregate, load_async, store_async
-from .forward import matrix, pass_turn, take_turn, tanh
+from .tile import matrix, pass_turn, take_turn, tanh
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 WARPGROUPS = gl.constexpr(2)

@@ -36,7 +36,7 @@ from .backward import (
     store_keys,
 )
 from .channel import make_ring, ring_of
-from .forward import matrix, pass_turn, take_turn, tanh
+from .tile import matrix, pass_turn, take_turn, tanh
 
 
 @gluon.jit

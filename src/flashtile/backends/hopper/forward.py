@@ -25,11 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import make_ring
 from .compat import aggregate, load_async, store_async
+from .tile import keep_apart, matrix, meet, pack, pass_turn, row_sums_by_lane, take_turn, tanh, unpack
 
 LN2 = gl.constexpr(0.6931471805599453)
 LEAST = gl.constexpr(2.0**-100)  # Row sums between these can do without a running maximum: they, and the products
 MOST = gl.constexpr(2.0**100)  # they are sums of, are far from what float32 cannot hold.
-FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
 
 @aggregate
@@ -118,10 +118,7 @@ class Problem:
 @gluon.jit
 def any_failed(p, failures):
     """Whether a row of this program's tiles could not do without a running maximum. All warps of the program meet."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r",
-        [FIRST_BARRIER + p.WARPGROUPS, 128 * p.WARPGROUPS + 32], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    meet(p.WARPGROUPS, 128 * p.WARPGROUPS + 32)
     layout: gl.constexpr = gl.BlockedLayout([failures.shape[0] // 32], [32], [gl.num_warps()], [0])
     return gl.max(failures.load(layout), axis=0) != 0
 
@@ -182,49 +179,6 @@ def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, pos
 
 
 @gluon.jit
-def matrix(buffer):
-    """A buffer (1, rows, 1, D) as a matrix (rows, D)."""
-    return buffer.reshape([buffer.shape[1], buffer.shape[3]])
-
-
-@gluon.jit
-def take_turn(warpgroup: gl.constexpr):
-    """Ping-pong: waits for this warpgroup's turn on the matrix units."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + warpgroup, 256], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Ping-pong: lets the next warpgroup issue its products."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.b32 $0, $1;", "=r,r,r", [FIRST_BARRIER + (warpgroup + 1) % WARPGROUPS, 256],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def keep_apart(warpgroup: gl.constexpr):
-    """An instruction that no other warpgroup has: without one, triton 3.9 makes a single code of what they do last, and
-    to meet in its registers the loops move P about and spill."""
-    gl.inline_asm_elementwise(
-        f"mov.b32 $0, $1; // warpgroup {warpgroup}", "=r,r", [warpgroup], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def tanh(x):
-    """tanh in float32: from exp2 away from zero, by its series near zero."""
-    e = gl.exp2(gl.abs(x) * -2.8853900817779268)
-    far = gl.where(x < 0, e - 1, 1 - e) / (1 + e)
-    x2 = x * x
-    near = x * (1 + x2 * (x2 * 0.13333333 - 0.33333333))
-    return gl.where(gl.abs(x) < 0.1, near, far)
-
-
-@gluon.jit
 def mask(p, s, row, col, row_layout: gl.constexpr):
     """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants.
 
@@ -242,13 +196,6 @@ def mask(p, s, row, col, row_layout: gl.constexpr):
     if p.HAS_LEFT:
         s = gl.where(cols >= (rows - (p.window_left + col))[:, None] - of_lane, s, float("-inf"))
     return s
-
-
-@gluon.jit
-def row_sums_by_lane(x):
-    """Sums of the numbers of a row that lie in one thread: (TILE_M, 4), reduced once per tile and not per block."""
-    r = x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(r, axis=3), axis=1)
 
 
 @gluon.jit
@@ -276,27 +223,6 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
         shift = gl.where(m_new == float("-inf"), 0.0, shift)  # a row that has seen no key yet
     alpha = gl.exp2(m * p.unit - shift)
     return probabilities(p, s, shift), m_new, alpha
-
-
-@gluon.jit
-def pack(probs, dtype: gl.constexpr):
-    """P as it goes round the loop: pairs of 16-bit numbers in an int32, half the registers of float32.
-
-    As a tensor of 16-bit numbers it would be taken apart and put together again on the way round.
-    """
-    low, high = gl.split(probs.reshape([probs.shape[0], probs.shape[1] // 2, 2]))
-    CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32"
-    return gl.inline_asm_elementwise(
-        CONVERT + " $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def unpack(probs, dtype: gl.constexpr, layout: gl.constexpr):
-    """P as the left operand of a product."""
-    low = (probs & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    high = (probs >> 16).to(gl.int16).to(dtype, bitcast=True)
-    return gl.convert_layout(gl.join(low, high).reshape([probs.shape[0], 2 * probs.shape[1]]), layout)
 
 
 @gluon.jit
