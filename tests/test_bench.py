@@ -223,6 +223,14 @@ def test_suites_are_the_papers_setting():
     assert [c.seqlen_q for c in SUITES["cpu"].cases([128], [32], ["float16"])] == [128, 128]
 
 
+def test_values_may_be_narrower_than_keys():
+    case = Case.square(1, 64, 2, 24, True, "float32", head_dim_v=16)
+    assert case.label == "B=1 S=64 H=2 D=24/16 causal float32"
+    rows = run_one({name: PROVIDERS[name] for name in ("flashtile-cpu", "standard", "sdpa-math")}, case)
+    assert [row.reason for row in rows.values()] == [None] * 6
+    assert all(error.ok for row in rows.values() for error in row.errors)
+
+
 def test_a_contender_that_fails_while_timed_leaves_the_race():
     calls = iter(range(100))
 

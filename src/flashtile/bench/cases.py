@@ -30,25 +30,31 @@ class Case:
     head_dim: int
     causal: bool
     dtype: str
+    head_dim_v: int = 0  # 0: as head_dim
 
     @staticmethod
-    def square(batch: int, seqlen: int, heads: int, head_dim: int, causal: bool, dtype: str, heads_k: int = 0) -> Case:
+    def square(
+        batch: int, seqlen: int, heads: int, head_dim: int, causal: bool, dtype: str, heads_k: int = 0,
+        head_dim_v: int = 0,
+    ) -> Case:  # fmt: skip
         """Self-attention: Sq = Sk; `heads_k` = 0 means as many as query heads."""
-        return Case(batch, seqlen, seqlen, heads, heads_k or heads, head_dim, causal, dtype)
+        return Case(batch, seqlen, seqlen, heads, heads_k or heads, head_dim, causal, dtype, head_dim_v)
 
     @property
     def spec(self) -> AttentionSpec:
         return AttentionSpec(
-            self.batch, self.seqlen_q, self.seqlen_k, self.heads_q, self.heads_k, self.head_dim, self.head_dim,
-            DTYPES[self.dtype], self.head_dim**-0.5, window_right=0 if self.causal else -1,
+            self.batch, self.seqlen_q, self.seqlen_k, self.heads_q, self.heads_k,
+            self.head_dim, self.head_dim_v or self.head_dim, DTYPES[self.dtype], self.head_dim**-0.5,
+            window_right=0 if self.causal else -1,
         )  # fmt: skip
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """B, S, H (query/key heads), D, mask and dtype as short words, for tables."""
+        """B, S, H (query/key heads), D (D/Dv), mask and dtype as short words, for tables."""
         seqlen = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         heads = f"{self.heads_q}" if self.heads_q == self.heads_k else f"{self.heads_q}/{self.heads_k}"
-        return f"B={self.batch}", f"S={seqlen}", f"H={heads}", f"D={self.head_dim}", self.mask, self.dtype
+        dims = f"{self.head_dim}/{self.head_dim_v}" if self.head_dim_v else f"{self.head_dim}"
+        return f"B={self.batch}", f"S={seqlen}", f"H={heads}", f"D={dims}", self.mask, self.dtype
 
     @property
     def label(self) -> str:
@@ -111,6 +117,16 @@ SUITES: dict[str, Suite] = {
         "grouped queries: 32 query heads over 8 key heads, 16k tokens in all",
         (2048, 8192), (128,), ("bfloat16",),
         lambda s, d, causal, dtype: Case.square(max(1, _TOKENS // s), s, 32, d, causal, dtype, heads_k=8),
+    ),
+    "mqa": Suite(
+        "all queries share one key head: 16 query heads, 16k tokens in all",
+        (2048, 8192), (128,), ("bfloat16",),
+        lambda s, d, causal, dtype: Case.square(max(1, _TOKENS // s), s, 16, d, causal, dtype, heads_k=1),
+    ),
+    "unequal": Suite(
+        "values narrower than keys: D 192, Dv 128, 16 heads, 16k tokens in all",
+        (2048, 8192), (192,), ("bfloat16",),
+        lambda s, d, causal, dtype: Case.square(max(1, _TOKENS // s), s, 16, d, causal, dtype, head_dim_v=128),
     ),
     "wide": Suite(
         "head dims past 128, hidden size 2048, 16k tokens in all",
