@@ -121,7 +121,7 @@ def _compile_gluon(
         signature[parameter.name] = "constexpr" if parameter.is_constexpr else "fp32" if value != int(value) else "i32"
         if parameter.is_constexpr:
             constants[parameter.name] = value
-    signature |= {name: "fp32" for name in ("unit", "cap_in", "softmax_scale") if name in signature}
+    signature |= {name: "fp32" for name in ("unit", "natural", "cap_in", "softmax_scale") if name in signature}
     source = GluonASTSource(kernel, signature, constants, {})
     compiled = triton.compile(source, target=target_of("sm_90"), options=launch.OPTIONS)
     return _usage(compiled, "sm_90"), compiled

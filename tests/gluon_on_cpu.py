@@ -385,6 +385,7 @@ class Language:
     maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
     split = staticmethod(lambda x: (x[..., 0], x[..., 1]))
+    fma = staticmethod(lambda a, b, c: (a.double() * b + c).float())
     join = staticmethod(lambda a, b: torch.stack((a, b), -1))
 
 

@@ -43,6 +43,7 @@ class Problem:
     window_left: gl.tensor
     window_right: gl.tensor
     unit: gl.tensor  # scores in base 2 are s * unit
+    natural: gl.tensor  # what takes them to base e: ln 2, with what unit was rounded by
     cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
     schedule: gl.tensor  # (programs, rounds): how many tiles, then (batch * Hq + head) << 32 | m_block each
     rounds: gl.tensor
@@ -57,7 +58,7 @@ class Problem:
 
     @gluon.constexpr_function
     def __init__(
-        self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in, schedule, rounds,
+        self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
         WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
@@ -67,6 +68,7 @@ class Problem:
         self.window_left = window_left
         self.window_right = window_right
         self.unit = unit
+        self.natural = natural
         self.cap_in = cap_in
         self.schedule = schedule
         self.rounds = rounds
@@ -279,7 +281,8 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
         failures.store(failures.load(row_layout) | failed.to(gl.int32))
     empty = l_row == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
-    lse = gl.where(empty, float("-inf"), (m * p.unit + gl.log2(l_row)) * LN2)
+    shift = m * p.unit  # as it was taken off the scores
+    lse = gl.where(empty, float("-inf"), gl.fma(shift, p.natural, gl.log2(l_row) * LN2))
     o = o * inverse[:, None]
     WIDTH: gl.constexpr = out_desc.block_shape[3]
     if o.shape[1] == WIDTH:
@@ -426,13 +429,13 @@ def compute_walk(
 @gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
-    seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, cap_in,
+    seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, STEADY: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
-    p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, cap_in,
+    p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 Q_IN_REGISTERS)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import torch
@@ -69,9 +70,11 @@ def steady(spec: AttentionSpec) -> bool:
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
+    unit, cap_in = score_units(spec)
+    natural = (spec.softcap or spec.softmax_scale) / ctypes.c_float(unit).value
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, *score_units(spec), tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
+        rounds, unit, natural, cap_in, tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec), tiles.q_in_registers,
         tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
