@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, ops, spec
+from . import cached, dispatch, ops, spec
 
 
 def flash_attn_func(
@@ -127,6 +127,73 @@ def flash_attn_qkvpacked_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, return_lse=return_lse, backend=backend,
     )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    backend: str | None = None,
+) -> Any:
+    """Attention of new queries over a cache of keys and values, to which new ones are added first. Not differentiable.
+
+    Args:
+        q: (B, Sq, Hq, D).
+        k_cache, v_cache: (rows, capacity, Hk, D) and (rows, capacity, Hk, Dv); with block_table
+            (pages, page_size, Hk, D), page_size a power of two.
+        k, v: (B, Sn, Hk, D) and (B, Sn, Hk, Dv), written into the cache in place behind what is there; both or neither.
+        rotary_cos, rotary_sin: (positions, R), 2 R <= D: k is turned by its positions, and so is q where there is a
+            mask; without one all queries have the position of the first new key. Needs k and v.
+        cache_seqlens: keys of each sequence before the new ones, (B,) int32 or one number; None: the cache is full,
+            but for the new keys.
+        cache_batch_idx: (B,) int32, the row of each sequence; None: sequence b has row b.
+        cache_leftpad: (B,) int32, where in its row a sequence begins.
+        block_table: (B, pages of a sequence) int32, where the pages of each sequence are.
+        softmax_scale, causal, window_size, softcap, backend: as in `flash_attn_func`, with Sk each sequence's own.
+        rotary_interleaved: whether rotary turns dims (2 i, 2 i + 1) together, or (i, R + i).
+        alibi_slopes: must be None; ALiBi is not implemented.
+        num_splits: must be 0 or 1; keys are not split over programs yet.
+        return_softmax_lse: returns (out, lse).
+
+    Returns:
+        out (B, Sq, Hq, Dv) in the dtype of q; lse (B, Hq, Sq), where asked for.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, and the cache is as it was.
+        NotImplementedError: alibi_slopes or num_splits is used.
+    """
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes: ALiBi is not implemented, want None")
+    if num_splits not in (0, 1):
+        raise NotImplementedError(f"num_splits: got {num_splits!r}; splitting keys is not implemented, want 0 or 1")
+    dispatch.check_backend(backend)
+    spec.check_like("q", q, q)
+    window_left, window_right = spec.mask_window(causal, window_size)
+    settings = spec.checked_scale(softmax_scale, q.shape[3]), window_left, window_right, spec.checked_softcap(softcap)
+    call = cached.checked(
+        q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, settings
+    )
+    rotary = cached.checked_rotary(call, q, k, rotary_cos, rotary_sin, rotary_interleaved)
+    with torch.no_grad():
+        out, lse = cached.attend(call, cached.update(call, q, k, v, rotary), backend)
+    return (out, lse) if return_softmax_lse else out
 
 
 _KNOWN: dict[tuple, ops.Known] = {}

@@ -142,20 +142,7 @@ def _check_number(name: str, value: float) -> None:
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises TypeError or ValueError, naming the argument, unless q, k and v make one attention problem."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}; want a torch.Tensor")
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)"
-            )
-        if tensor.dtype not in SUPPORTED_DTYPES:
-            raise TypeError(f"{name}: got {tensor.dtype}; want float16, bfloat16, float32 or float64")
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name}: got {tensor.dtype}; want the dtype of q, {q.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: is on {tensor.device}; want the device of q, {q.device}")
-        if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: got head_dim {tensor.shape[3]}; want 1 to {MAX_HEAD_DIM}")
+        check_like(name, tensor, q)
         if tensor.shape[0] != q.shape[0]:
             raise ValueError(f"{name}: got batch {tensor.shape[0]}; want the batch of q, {q.shape[0]}")
     if k.shape[3] != q.shape[3]:
@@ -166,6 +153,22 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v: got {v.shape[2]} heads; want the heads of k, {k.shape[2]}")
     if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"q: got {q.shape[2]} heads; want a positive multiple of the heads of k, {k.shape[2]}")
+
+
+def check_like(name: str, tensor: Tensor, q: Tensor) -> None:
+    """Raises unless `tensor` has four dimensions, a head_dim that there is, and the dtype and device of q."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}; want a torch.Tensor")
+    if tensor.dim() != 4:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)")
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"{name}: got {tensor.dtype}; want float16, bfloat16, float32 or float64")
+    if tensor.dtype != q.dtype:
+        raise TypeError(f"{name}: got {tensor.dtype}; want the dtype of q, {q.dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name}: is on {tensor.device}; want the device of q, {q.device}")
+    if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: got head_dim {tensor.shape[3]}; want 1 to {MAX_HEAD_DIM}")
 
 
 def check_packed(name: str, packed: Tensor, parts: int) -> None:
