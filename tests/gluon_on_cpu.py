@@ -327,6 +327,11 @@ def gl_max(x: torch.Tensor, axis: int) -> torch.Tensor:
     return x.masked_fill(x.isnan(), float("-inf")).amax(axis) if x.is_floating_point() else x.amax(axis)
 
 
+def fma(*numbers: Any) -> torch.Tensor:
+    a, b, c = (torch.as_tensor(x, dtype=torch.float32).double() for x in numbers)
+    return registers((a * b + c).float())
+
+
 def warp_specialize(roles: list, warps: list[int], _registers: list[int]) -> None:
     program = HERE.program
 
@@ -385,7 +390,7 @@ class Language:
     maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
     split = staticmethod(lambda x: (x[..., 0], x[..., 1]))
-    fma = staticmethod(lambda a, b, c: (a.double() * b + c).float())
+    fma = staticmethod(fma)
     join = staticmethod(lambda a, b: torch.stack((a, b), -1))
 
 

@@ -43,7 +43,7 @@ class Problem:
     window_left: gl.tensor
     window_right: gl.tensor
     unit: gl.tensor  # scores in base 2 are s * unit
-    natural: gl.tensor  # what takes them to base e: ln 2, with what unit was rounded by
+    natural: gl.tensor  # in base e, s * natural
     cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
     schedule: gl.tensor  # (programs, rounds): how many tiles, then (batch * Hq + head) << 32 | m_block each
     rounds: gl.tensor
@@ -281,8 +281,9 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
         failures.store(failures.load(row_layout) | failed.to(gl.int32))
     empty = l_row == 0.0
     inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
-    shift = m * p.unit  # as it was taken off the scores
-    lse = gl.where(empty, float("-inf"), gl.fma(shift, p.natural, gl.log2(l_row) * LN2))
+    shift = m * p.unit
+    left = gl.fma(m, p.unit, -shift)  # its rounding, which the scores kept when shift was taken off
+    lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, (gl.log2(l_row) - left) * LN2))
     o = o * inverse[:, None]
     WIDTH: gl.constexpr = out_desc.block_shape[3]
     if o.shape[1] == WIDTH:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import torch
@@ -71,7 +70,7 @@ def steady(spec: AttentionSpec) -> bool:
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
     unit, cap_in = score_units(spec)
-    natural = (spec.softcap or spec.softmax_scale) / ctypes.c_float(unit).value
+    natural = spec.softcap or spec.softmax_scale
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
         rounds, unit, natural, cap_in, tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
