@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import BF16, DOUBLE, FLOAT
+from cases import BF16, DOUBLE, FLOAT, HALF
 
 from flashtile import flash_attn_with_kvcache
 
@@ -14,8 +14,17 @@ B, SQ, HQ, HK, D, DV, CAPACITY = 3, 4, 4, 2, 16, 8, 64
 LENGTHS = torch.tensor([5, 40, 60 - SQ], dtype=torch.int32)
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (7, 2)}}
 LAYOUTS = ["in one piece", "rows", "left-padded", "pages of 1", "pages of 16"]
-DTYPES = [pytest.param(DOUBLE, 1e-12, id="double"), pytest.param(FLOAT, 1e-5, id="float"),
-          pytest.param(BF16, 4e-2, id="bf16")]  # fmt: skip
+INTERPRETED, ON_GPU = pytest.mark.interpreter, pytest.mark.gpu
+RUNS = [
+    pytest.param("cpu", DOUBLE, 1e-12, 0, id="cpu-double"),
+    pytest.param("cpu", FLOAT, 1e-5, 0, id="cpu-float"),
+    pytest.param("cpu", BF16, 4e-2, 0, id="cpu-bf16"),
+    pytest.param("cpu", FLOAT, 1e-5, 1, id="triton-interpreted-float-one-part", marks=INTERPRETED),
+    pytest.param("cpu", HALF, 5e-3, 5, id="triton-interpreted-half-parts", marks=INTERPRETED),
+    pytest.param("cuda", FLOAT, 1e-5, 0, id="triton-gpu-float", marks=ON_GPU),
+    pytest.param("cuda", BF16, 4e-2, 3, id="triton-gpu-bf16-parts", marks=ON_GPU),
+]
+"""(device, dtype, tolerance, num_splits)"""
 
 
 def turned(x, cos, sin, position, interleaved):
@@ -69,8 +78,8 @@ def made(layout, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("new", ["nothing new", "new keys", "turned", "turned by halves"])
-@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
-def test_queries_over_a_cache(layout, mask, new, dtype, tolerance):
+@pytest.mark.parametrize(("device", "dtype", "tolerance", "num_splits"), RUNS)
+def test_queries_over_a_cache(layout, mask, new, device, dtype, tolerance, num_splits):
     (q, k_cache, v_cache), arguments, lists = made(layout, dtype)
     queries = q.double().clone()
     if new != "nothing new":
@@ -89,8 +98,11 @@ def test_queries_over_a_cache(layout, mask, new, dtype, tolerance):
                     keys[b, i] = turned(keys[b, i], *tables, start + i, interleaved)
         lists = [(torch.cat((kb, keys[b])), torch.cat((vb, v[b].double()))) for b, (kb, vb) in enumerate(lists)]
     before = k_cache.clone()
-    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **arguments, **MASKS[mask], return_softmax_lse=True)
-    assert (new == "nothing new") == torch.equal(before, k_cache)
+    q, k_cache, v_cache = (x.to(device) for x in (q, k_cache, v_cache))
+    arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    arguments |= {"num_splits": num_splits, "return_softmax_lse": True}
+    out, lse = (x.cpu() for x in flash_attn_with_kvcache(q, k_cache, v_cache, **arguments, **MASKS[mask]))
+    assert (new == "nothing new") == torch.equal(before, k_cache.cpu())
     for b, (kb, vb) in enumerate(lists):
         wanted, wanted_lse = attention(queries[b], kb, vb, **MASKS[mask])
         assert (out[b].double() - wanted).abs().max() < tolerance
@@ -128,7 +140,7 @@ BAD = {
     "heads": ({"k": of(B, SQ, 1, D), "v": of(B, SQ, 1, DV)}, ValueError, "k: got .* heads and dims"),
     "short tables": ({"rotary_cos": of(9, 4), "rotary_sin": of(9, 4)}, ValueError, "rotary_cos: got 9 positions"),
     "one table": ({"rotary_cos": of(64, 4)}, ValueError, "got no rotary_sin"),
-    "splits": ({"num_splits": 4}, NotImplementedError, "num_splits: got 4"),
+    "splits": ({"num_splits": 129}, ValueError, "num_splits: got 129; want 0 to 128"),
     "alibi": ({"alibi_slopes": of(HQ)}, NotImplementedError, "alibi_slopes"),
     "padding": ({"cache_leftpad": of(B, fill=50, dtype=INT)}, ValueError, "cache_leftpad: got more than"),
 }

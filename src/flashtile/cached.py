@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import spec as checks
-from .dispatch import choose
+from .dispatch import choose, decoder
 from .rotary import apply_rotary, check_rotary
 from .spec import AttentionSpec
 
@@ -178,8 +178,19 @@ def update(call: CachedCall, q: Tensor, k: Tensor | None, v: Tensor | None, rota
     return q
 
 
-def attend(call: CachedCall, q: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of each sequence's queries over its keys, one sequence after the other."""
+def attend(call: CachedCall, q: Tensor, num_splits: int, backend: str | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of each sequence's queries over its keys."""
+    cache, of_all = call.cache, replace(call.spec, batch=q.shape[0])
+    decoding = decoder(of_all, q.device, backend)
+    if decoding is None or cache.k.stride(-1) != 1 or cache.v.stride(-1) != 1:
+        return _one_after_the_other(call, q, backend)
+    places, paged = cache.block_table, cache.block_table is not None
+    if places is None:
+        places = torch.arange(q.shape[0], device=q.device) if cache.rows is None else cache.rows
+    return decoding.decode(of_all, q, cache.k, cache.v, call.first, call.end, places, paged, num_splits)
+
+
+def _one_after_the_other(call: CachedCall, q: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     for sequence, (first, end) in enumerate(zip(call.first.tolist(), call.end.tolist(), strict=True)):
         of_one = replace(call.spec, seqlen_k=end - first)

@@ -83,6 +83,13 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None
     return Choice(fastest, otherwise, differentiable)
 
 
+def decoder(spec: AttentionSpec, device: torch.device, backend: str | None = None) -> Any:
+    """The backend for one call over a cache, a Backend that has `decode`; None where none takes it."""
+    names = BACKENDS if backend is None else (backend,)
+    backends = [BACKENDS[name] for name in names]
+    return next((b for b in backends if hasattr(b, "decode") and b.supports(spec, device) is None), None)
+
+
 def differentiates(backend: Backend, spec: AttentionSpec) -> bool:
     """Whether the backward pass of a spec that `backend` supports is its own."""
     leaves_backward = getattr(backend, "leaves_backward", None)

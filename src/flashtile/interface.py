@@ -169,7 +169,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, backend: as in `flash_attn_func`, with Sk each sequence's own.
         rotary_interleaved: whether rotary turns dims (2 i, 2 i + 1) together, or (i, R + i).
         alibi_slopes: must be None; ALiBi is not implemented.
-        num_splits: must be 0 or 1; keys are not split over programs yet.
+        num_splits: into how many parts a GPU splits the keys of a sequence, up to 128; 0: as many as it has room for.
         return_softmax_lse: returns (out, lse).
 
     Returns:
@@ -177,12 +177,12 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, and the cache is as it was.
-        NotImplementedError: alibi_slopes or num_splits is used.
+        NotImplementedError: alibi_slopes is used.
     """
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes: ALiBi is not implemented, want None")
-    if num_splits not in (0, 1):
-        raise NotImplementedError(f"num_splits: got {num_splits!r}; splitting keys is not implemented, want 0 or 1")
+    if not isinstance(num_splits, int) or not 0 <= num_splits <= 128:
+        raise ValueError(f"num_splits: got {num_splits!r}; want 0 to 128")
     dispatch.check_backend(backend)
     spec.check_like("q", q, q)
     window_left, window_right = spec.mask_window(causal, window_size)
@@ -192,7 +192,7 @@ def flash_attn_with_kvcache(
     )
     rotary = cached.checked_rotary(call, q, k, rotary_cos, rotary_sin, rotary_interleaved)
     with torch.no_grad():
-        out, lse = cached.attend(call, cached.update(call, q, k, v, rotary), backend)
+        out, lse = cached.attend(call, cached.update(call, q, k, v, rotary), num_splits, backend)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -56,16 +56,16 @@ class _Config(ctypes.Structure):
 
 
 class Launcher(ABC):
-    """A kernel, with a launch prepared for each problem: a spec, and how the tensors lie that it reads."""
+    """A kernel, with a launch prepared for each problem: a spec (any key), and how the tensors lie that it reads."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple, Run] = {}
 
     @abstractmethod
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+    def prepare(self, spec: Any, tensors: tuple) -> Run:
         """The launch for tensors that lie like these (some may be None), on their device, which is current."""
 
-    def run_for(self, spec: AttentionSpec, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> Run:
+    def run_for(self, spec: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> Run:
         """run(*inputs, *outputs) for tensors that lie like these.
 
         `outputs` are fresh, their layouts a function of the spec and the inputs' layouts.
@@ -80,7 +80,7 @@ class Launcher(ABC):
                 run = self._runs[key] = self.prepare(spec, (*inputs, *outputs))
         return run
 
-    def __call__(self, spec: AttentionSpec, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> None:
+    def __call__(self, spec: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> None:
         """Runs on the current stream of the tensors' device."""
         self.run_for(spec, inputs, outputs)(*inputs, *outputs)
 
@@ -112,6 +112,17 @@ def _results(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]
     out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=spec.dtype, device=device)
     lse = torch.empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32, device=device)
     return out, lse
+
+
+def prepared(fn: Any, device: torch.device, grid: int, arguments: tuple, moving: int, options: dict) -> Run:
+    """The launch of a Triton kernel, as `launch_of` describes it; of an empty grid, nothing."""
+    if grid == 0:
+        return lambda *tensors: None
+    if device.type == "cpu":  # the interpreter compiles nothing
+        others = arguments[moving:]
+        return lambda *tensors: fn[(grid,)](*tensors, *others, **options)
+    compiled = fn.warmup(*arguments, grid=(grid,), **options)
+    return launch_of(compiled, device, grid, arguments, moving)
 
 
 def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, moving: int) -> Run:

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
-from ..launcher import Launcher, Run, launch_of
+from ..launcher import Launcher, Run, prepared
 from . import config
 from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
@@ -80,8 +80,7 @@ class BackwardKernel(Launcher):
         tiles_of = table(spec, tiles, programs).to(rows.device)
         described = (*map(describe, matrices, boxes(tiles)), of_rows)
         arguments = (*described, sums, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        compiled = kernel_of(tiles).warmup(*arguments, grid=(len(tiles_of),), **OPTIONS)
-        return launch_of(compiled, rows.device, len(tiles_of), arguments, len(tensors))
+        return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), OPTIONS)
 
 
 class RowsKernel(Launcher):
@@ -96,8 +95,7 @@ class RowsKernel(Launcher):
         tiles = config.choose_backward(spec)
         grid = spec.batch * spec.heads_q * row_blocks(spec, tiles)
         arguments = (*tensors, *self.arguments(spec, tiles, *tensors))
-        compiled = self.fn.warmup(*arguments, grid=(grid,), **OPTIONS)
-        return launch_of(compiled, tensors[-1].device, grid, arguments, len(tensors))
+        return prepared(self.fn, tensors[-1].device, grid, arguments, len(tensors), OPTIONS)
 
 
 def begin_arguments(

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
-from ..launcher import Forward, Launcher, Run, forward_pass, forward_pass_like, launch_of
+from ..launcher import Forward, Launcher, Run, forward_pass, forward_pass_like, prepared
 from . import config
 from .forward import forward_kernel
 from .schedule import schedule
@@ -51,8 +51,7 @@ class ForwardKernel(Launcher):
         tiles_of = table(spec, tiles, programs).to(lse.device)
         descriptors = map(describe, described, boxes(tiles))
         arguments = (*descriptors, lse, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        compiled = forward_kernel.warmup(*arguments, grid=(len(tiles_of),), **OPTIONS)
-        return launch_of(compiled, lse.device, len(tiles_of), arguments, len(tensors))
+        return prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors), OPTIONS)
 
 
 def score_units(spec: AttentionSpec) -> tuple[float, float]:

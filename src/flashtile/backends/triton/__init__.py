@@ -21,9 +21,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 if _INSTALLED:
     from .backward import backward
+    from .decode import decode
     from .forward import forward, forward_like
 
-__all__ = ["backward", "forward", "forward_like", "plan", "supports"]
+__all__ = ["backward", "decode", "forward", "forward_like", "plan", "supports"]
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:

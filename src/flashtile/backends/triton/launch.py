@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...arch import arch_of
 from ...spec import AttentionSpec
-from ..launcher import Launcher, Run, launch_of
+from ..launcher import Launcher, Run, prepared
 from .config import Role, Tiles, choose
 
 LOG2E = 1.4426950408889634
@@ -48,13 +48,7 @@ class Kernel(Launcher):
         assert arch is not None, "a tensor on a GPU, and no GPU"
         tiles = choose(self.role, spec, arch)
         launch = self.describe(spec, tiles, *tensors)
-        if launch.grid == 0:
-            return lambda *tensors: None
-        if device.type == "cpu":  # the interpreter compiles nothing
-            return lambda *tensors: self.fn[(launch.grid,)](*tensors, *launch.arguments, **tiles.options)
-        arguments = (*tensors, *launch.arguments)
-        compiled = self.fn.warmup(*arguments, grid=(launch.grid,), **tiles.options)
-        return launch_of(compiled, device, launch.grid, arguments, len(tensors))
+        return prepared(self.fn, device, launch.grid, (*tensors, *launch.arguments), len(tensors), tiles.options)
 
 
 def dense_rows(x: Tensor) -> Tensor:
