@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -16,11 +18,18 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from flashtile.backends.launcher import Launcher
 from flashtile.backends.triton.config import choose
 from flashtile.backends.triton.launch import Kernel
 from flashtile.spec import AttentionSpec
 
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,26 @@ def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Ten
     source = ASTSource(kernel.fn, signature, constants, attributes)
     compiled = triton.compile(source, target=target_of(arch), options=tiles.options)
     return _usage(compiled, arch), compiled
+
+
+def compile_launch(launcher: Launcher, spec: object, arch: str, *tensors: Tensor) -> Usage:
+    """Compiles what a launcher would prepare for these tensors on `arch`."""
+    seen = []
+    with mock.patch.object(sys.modules[type(launcher).__module__], "prepared", lambda *args: seen.append(args)):
+        launcher.prepare(spec, tensors)
+    ((fn, _, _, arguments, _, options),) = seen
+    signature, constants, attributes = {}, {}, {}
+    for index, (parameter, value) in enumerate(zip(fn.params, arguments, strict=True)):
+        if isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(fn, signature, constants, attributes)
+    return _usage(triton.compile(source, target=target_of(arch), options=options), arch)
 
 
 def _usage(compiled: object, arch: str) -> Usage:

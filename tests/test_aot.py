@@ -14,6 +14,7 @@ from aot import (
     compile_hopper,
     compile_hopper_backward,
     compile_kernel,
+    compile_launch,
     kernels_and_tensors,
     overwritten_operands,
     serializes_products,
@@ -23,6 +24,7 @@ from cases import BF16, FLOAT, spec
 
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.triton import config
+from flashtile.backends.triton.decode import DECODE, MERGE, DecodeSpec
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1201"]
 SHARED_MEMORY = {"sm_80": 166_912, "sm_90": 232_448, "sm_120": 101_376, "gfx942": 65_536, "gfx1201": 65_536}
@@ -45,6 +47,25 @@ def test_shipped_configs_compile_fit_and_do_not_spill(arch, mask, dim, dtype):
             assert not usage.spills, f"{name} spills registers: {usage}"
         if arch == "sm_90" and dtype == BF16:
             assert not serializes_products(compiled), f"{name} does not overlap its products"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 16])
+def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q):
+    case = DecodeSpec(spec((seqlen_q, 32768), (32, 8), (dim, dim), BF16, right=0), paged=True, splits=7)
+    q = torch.empty(2, seqlen_q, 32, dim, dtype=BF16)
+    pages = torch.empty(9, 16, 8, dim, dtype=BF16)
+    lengths, table = torch.empty(2, dtype=torch.int64), torch.empty(2, 2048, dtype=torch.int32)
+    out_parts, lse_parts = torch.empty(7, 2, 32, seqlen_q, dim), torch.empty(7, 2, 32, seqlen_q)
+    result = torch.empty(2, seqlen_q, 32, dim, dtype=BF16), torch.empty(2, 32, seqlen_q)
+    for launcher, tensors in (
+        (DECODE, (q, pages, pages, lengths, lengths, table, out_parts, lse_parts)),
+        (MERGE, (out_parts, lse_parts, *result)),
+    ):
+        usage = compile_launch(launcher, case, arch, *tensors)
+        assert usage.shared <= SHARED_MEMORY[arch], usage
+        assert not usage.spills or arch not in ("sm_80", "sm_90"), usage
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

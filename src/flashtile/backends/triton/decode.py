@@ -19,9 +19,8 @@ from ..launcher import Launcher, Run, prepared
 from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 from .tile import LN2, softmax_step, tanh
 
-OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}  # with 4 warps registers spill from D 128 on
 MAX_SPLITS = 128
-TILE_N = 64
 # Keys of a part at least: fewer are not worth what merging costs. An estimate, as are the two programs wanted for each
 # multiprocessor.
 KEYS_OF_A_PART = 256
@@ -147,14 +146,25 @@ class DecodeSpec(NamedTuple):
 
     @property
     def tile_m(self) -> int:
-        """Rows of a tile: the queries of a group, at least the matrix units' 16."""
-        return min(64, max(16, triton.next_power_of_2(self.attention.seqlen_q * self.attention.group)))
+        """Rows of a tile: the queries of a group, at least the matrix units' 16, at most what registers hold."""
+        return min(
+            16 if self.wide else 64, max(16, triton.next_power_of_2(self.attention.seqlen_q * self.attention.group))
+        )
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a block."""
+        return 32 if self.wide else 64
+
+    @property
+    def wide(self) -> bool:
+        return max(self.attention.head_dim, self.attention.head_dim_v) > 128
 
 
 def parts(spec: AttentionSpec, device: torch.device) -> int:
     """Into how many parts the keys are split, so that all multiprocessors have work."""
     programs = 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-    blocks = spec.batch * spec.heads_k * -(-spec.seqlen_q * spec.group // 64)
+    blocks = spec.batch * spec.heads_k
     wanted = -(-programs * PROGRAMS_PER_MULTIPROCESSOR // max(1, blocks))
     return max(1, min(wanted, -(-spec.seqlen_k // KEYS_OF_A_PART), MAX_SPLITS))
 
@@ -171,7 +181,7 @@ class DecodeKernel(Launcher):
             *tensors, *strides(q), *strides(k), *strides(v), places.stride(0), spec.splits, of.seqlen_q, of.heads_k,
             of.group, k.shape[1], of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left,
             of.window_right, of.head_dim, of.head_dim_v, max(16, triton.next_power_of_2(of.head_dim)),
-            max(16, triton.next_power_of_2(of.head_dim_v)), spec.tile_m, TILE_N, of.window_left >= 0,
+            max(16, triton.next_power_of_2(of.head_dim_v)), spec.tile_m, spec.tile_n, of.window_left >= 0,
             of.window_right >= 0, of.softcap > 0, exact(of), unit < 0, spec.paged,
         )  # fmt: skip
         grid = spec.splits * blocks * of.heads_k * of.batch
