@@ -42,5 +42,5 @@ def check_rotary(cos: Tensor, sin: Tensor, spec: AttentionSpec, positions: int, 
             raise ValueError(f"{name}: is on {table.device}; want the device of q, {like.device}")
         if table.shape[0] < positions:
             raise ValueError(
-                f"{name}: got {table.shape[0]} positions; want {positions}, as many as a sequence has keys"
+                f"{name}: got {table.shape[0]} positions; want {positions}, as many as a sequence may have keys"
             )
