@@ -9,6 +9,7 @@ import torch
 from cases import BF16, DOUBLE, FLOAT, HALF
 
 from flashtile import flash_attn_with_kvcache
+from flashtile.kvcache import PagedCache
 
 B, SQ, HQ, HK, D, DV, CAPACITY = 3, 4, 4, 2, 16, 8, 64
 LENGTHS = torch.tensor([5, 40, 60 - SQ], dtype=torch.int32)
@@ -123,6 +124,25 @@ def test_the_next_call_sees_what_the_last_wrote():
     ]  # fmt: skip
     whole = flash_attn_with_kvcache(q, *empty(), k, v, cache_seqlens=0, causal=True)
     torch.testing.assert_close(torch.cat(steps, 1), whole)
+
+
+def test_a_paged_cache_serves_sequences_of_different_ages():
+    cache = PagedCache(20, 4, HK, D, DV, dtype=DOUBLE, device="cpu")
+    torch.manual_seed(0)
+    lists: dict[int, list] = {}
+    for step in range(9):
+        if step % 3 == 0:
+            lists[cache.new()] = [torch.empty(0, HK, D, dtype=DOUBLE), torch.empty(0, HK, DV, dtype=DOUBLE)]
+        sequences = list(lists)
+        q, k, v = (normal(len(sequences), 2, heads, dims, dtype=DOUBLE) for heads, dims in ((HQ, D), (HK, D), (HK, DV)))
+        for sequence in sequences:
+            cache.reserve(sequence, 2)
+        lengths, table = cache.cache_seqlens(sequences), cache.block_table(sequences)
+        out = flash_attn_with_kvcache(q, cache.k, cache.v, k, v, cache_seqlens=lengths, block_table=table, causal=True)
+        for b, sequence in enumerate(sequences):
+            cache.advance(sequence, 2)
+            lists[sequence] = [torch.cat(pair) for pair in zip(lists[sequence], (k[b], v[b]), strict=True)]
+            torch.testing.assert_close(out[b], attention(q[b], *lists[sequence], causal=True)[0])
 
 
 def of(*shape, fill=0, dtype=FLOAT):
