@@ -53,7 +53,7 @@ def test_shipped_configs_compile_fit_and_do_not_spill(arch, mask, dim, dtype):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen_q", [1, 16])
 def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q):
-    case = DecodeSpec(spec((seqlen_q, 32768), (32, 8), (dim, dim), BF16, right=0), paged=True, splits=7)
+    case = DecodeSpec(spec((seqlen_q, 32768), (32, 8), (dim, dim), BF16, right=0), page_size=16, splits=7)
     q = torch.empty(2, seqlen_q, 32, dim, dtype=BF16)
     pages = torch.empty(9, 16, 8, dim, dtype=BF16)
     lengths, table = torch.empty(2, dtype=torch.int64), torch.empty(2, 2048, dtype=torch.int32)

@@ -72,6 +72,7 @@ def made(layout, dtype):
         elif layout == "left-padded":
             first = arguments["cache_leftpad"] = torch.tensor([2, 0, 31], dtype=torch.int32)
         whole = [(k[row].clone(), v[row].clone()) for row in rows.tolist()]
+    arguments = {name: torch.stack((x, x), -1)[..., 0] for name, x in arguments.items()}  # read where they lie
     lists = [(kb[f:n].double(), vb[f:n].double()) for (kb, vb), f, n in zip(whole, first, LENGTHS, strict=True)]
     return (normal(B, SQ, HQ, D, dtype=dtype), k, v), arguments, lists
 
@@ -158,7 +159,11 @@ BAD = {
     "rows": ({"cache_batch_idx": torch.tensor([0, 1, 7])}, ValueError, "cache_batch_idx: got numbers from 0 to 7"),
     "only k": ({"v": None}, ValueError, "k, v: got only k"),
     "heads": ({"k": of(B, SQ, 1, D), "v": of(B, SQ, 1, DV)}, ValueError, "k: got .* heads and dims"),
-    "short tables": ({"rotary_cos": of(9, 4), "rotary_sin": of(9, 4)}, ValueError, "rotary_cos: got 9 positions"),
+    "short tables": (
+        {"rotary_cos": of(9, 4), "rotary_sin": of(9, 4)},
+        ValueError,
+        "rotary_cos: got 9 positions; want 64",
+    ),
     "one table": ({"rotary_cos": of(64, 4)}, ValueError, "got no rotary_sin"),
     "splits": ({"num_splits": 129}, ValueError, "num_splits: got 129; want 0 to 128"),
     "alibi": ({"alibi_slopes": of(HQ)}, NotImplementedError, "alibi_slopes"),

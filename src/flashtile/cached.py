@@ -62,7 +62,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class CachedCall:
-    """One checked call: spec is of one sequence whose cache is full."""
+    """One checked call. spec: of one sequence, its seqlen_k the cache's capacity."""
 
     spec: AttentionSpec
     cache: Cache
@@ -111,16 +111,19 @@ def checked(
     _check_index("cache_seqlens", length, (batch,), cache.capacity - seqlen_new + 1, device)
     first = torch.zeros_like(length) if cache_leftpad is None else cache_leftpad
     _check_index("cache_leftpad", first, (batch,), cache.capacity + 1, device)
-    if bool((first > length).any()):
+    if device.type == "cpu" and bool((first > length).any()):
         raise ValueError("cache_leftpad: got more than cache_seqlens in a sequence; want at most that")
     spec = AttentionSpec(
         1, q.shape[1], cache.capacity, q.shape[2], k_cache.shape[2], q.shape[3], v_cache.shape[3], q.dtype, *settings
     )
-    return CachedCall(spec, cache, first.long(), length.long() + seqlen_new)
+    return CachedCall(spec, cache, first.long().contiguous(), length.long() + seqlen_new)
 
 
 def _check_index(name: str, index: Tensor, shape: tuple[int | None, ...], end: int, device: torch.device) -> None:
-    """Raises unless `index` is an integer tensor of `shape` on `device` with numbers from 0 to end - 1."""
+    """Raises unless `index` is an integer tensor of `shape` on `device` with numbers from 0 to end - 1.
+
+    The numbers are looked at on a CPU alone: to read a GPU's would wait for it, and cannot be captured in a graph.
+    """
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         got = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise TypeError(f"{name}: got {got}; want a tensor of int32")
@@ -130,7 +133,7 @@ def _check_index(name: str, index: Tensor, shape: tuple[int | None, ...], end: i
         raise ValueError(f"{name}: got shape {tuple(index.shape)}; want {wanted}")
     if index.device != device:
         raise ValueError(f"{name}: is on {index.device}; want the device of q, {device}")
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < end:
+    if device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < end:
         raise ValueError(f"{name}: got numbers from {int(index.min())} to {int(index.max())}; want 0 to {end - 1}")
 
 
@@ -156,8 +159,7 @@ def checked_rotary(
         )
     if k is None:
         raise ValueError("rotary_cos: got tables without k and v; want new keys to turn")
-    longest = int((call.end - call.first).max()) if len(call.end) else 0
-    check_rotary(cos, sin, call.spec, longest, q)
+    check_rotary(cos, sin, call.spec, call.cache.capacity, q)
     return Rotary(cos, sin, interleaved)
 
 
@@ -187,7 +189,7 @@ def attend(call: CachedCall, q: Tensor, num_splits: int, backend: str | None) ->
     places, paged = cache.block_table, cache.block_table is not None
     if places is None:
         places = torch.arange(q.shape[0], device=q.device) if cache.rows is None else cache.rows
-    return decoding.decode(of_all, q, cache.k, cache.v, call.first, call.end, places, paged, num_splits)
+    return decoding.decode(of_all, q, cache.k, cache.v, call.first, call.end, places.contiguous(), paged, num_splits)
 
 
 def _one_after_the_other(call: CachedCall, q: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:

@@ -159,8 +159,9 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (rows, capacity, Hk, D) and (rows, capacity, Hk, Dv); with block_table
             (pages, page_size, Hk, D), page_size a power of two.
         k, v: (B, Sn, Hk, D) and (B, Sn, Hk, Dv), written into the cache in place behind what is there; both or neither.
-        rotary_cos, rotary_sin: (positions, R), 2 R <= D: k is turned by its positions, and so is q where there is a
-            mask; without one all queries have the position of the first new key. Needs k and v.
+        rotary_cos, rotary_sin: (positions, R), 2 R <= D, as many positions as a sequence may have keys: k is turned by
+            its positions, and so is q where there is a mask; without one all queries have the position of the first
+            new key. Needs k and v.
         cache_seqlens: keys of each sequence before the new ones, (B,) int32 or one number; None: the cache is full,
             but for the new keys.
         cache_batch_idx: (B,) int32, the row of each sequence; None: sequence b has row b.
@@ -176,7 +177,8 @@ def flash_attn_with_kvcache(
         out (B, Sq, Hq, Dv) in the dtype of q; lse (B, Hq, Sq), where asked for.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, and the cache is as it was.
+        TypeError, ValueError: an argument is wrong; the message names it, and the cache is as it was. Numbers in
+            tensors on a GPU are not looked at, so that a call may be captured in a CUDA graph.
         NotImplementedError: alibi_slopes is used.
     """
     if alibi_slopes is not None:

@@ -141,15 +141,14 @@ class DecodeSpec(NamedTuple):
     """What a prepared launch depends on. attention: of all sequences, its seqlen_k the cache's capacity."""
 
     attention: AttentionSpec
-    paged: bool
+    page_size: int  # 0: not in pages
     splits: int
 
     @property
     def tile_m(self) -> int:
         """Rows of a tile: the queries of a group, at least the matrix units' 16, at most what registers hold."""
-        return min(
-            16 if self.wide else 64, max(16, triton.next_power_of_2(self.attention.seqlen_q * self.attention.group))
-        )
+        rows = self.attention.seqlen_q * self.attention.group
+        return min(16 if self.wide else 64, max(16, triton.next_power_of_2(rows)))
 
     @property
     def tile_n(self) -> int:
@@ -179,10 +178,10 @@ class DecodeKernel(Launcher):
         blocks = -(-of.seqlen_q * of.group // spec.tile_m)
         arguments = (
             *tensors, *strides(q), *strides(k), *strides(v), places.stride(0), spec.splits, of.seqlen_q, of.heads_k,
-            of.group, k.shape[1], of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left,
+            of.group, spec.page_size, of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left,
             of.window_right, of.head_dim, of.head_dim_v, max(16, triton.next_power_of_2(of.head_dim)),
             max(16, triton.next_power_of_2(of.head_dim_v)), spec.tile_m, spec.tile_n, of.window_left >= 0,
-            of.window_right >= 0, of.softcap > 0, exact(of), unit < 0, spec.paged,
+            of.window_right >= 0, of.softcap > 0, exact(of), unit < 0, spec.page_size > 0,
         )  # fmt: skip
         grid = spec.splits * blocks * of.heads_k * of.batch
         return prepared(decode_kernel, q.device, grid, arguments, len(tensors), OPTIONS)
@@ -211,7 +210,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse, by Flash-Decoding; num_splits of 0: as many parts as the GPU has room for."""
     splits = min(num_splits, MAX_SPLITS) or parts(spec, q.device)
-    of = DecodeSpec(spec, paged, splits)
+    of = DecodeSpec(spec, k_cache.shape[1] if paged else 0, splits)
     rows = (spec.batch, spec.heads_q, spec.seqlen_q)
     out_parts = torch.empty((splits, *rows, spec.head_dim_v), dtype=torch.float32, device=q.device)
     lse_parts = torch.empty((splits, *rows), dtype=torch.float32, device=q.device)
