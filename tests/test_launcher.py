@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
+from flashtile import flash_attn_func  # noqa: E402
 from flashtile.backends import launcher  # noqa: E402
 
 MAP = 128  # bytes of a tensor map
@@ -27,7 +29,7 @@ class Driver:
     """Stands in for the CUDA driver: tensor maps hold what they were encoded from."""
 
     def __init__(self, sizes):
-        self.function_sizes, self.launches, self.status = sizes, [], 0
+        self.function_sizes, self.launches, self.status, self.context = sizes, [], 0, 1000
 
     def cuTensorMapEncodeTiled(self, tensor_map, kind, rank, address, shape, strides, box, steps, *modes):
         words = (address.value, kind, *shape, *strides[: rank - 1], *box)
@@ -45,10 +47,24 @@ class Driver:
         return 0
 
     def cuLaunchKernelEx(self, config, function, addresses, extra):
+        if self.context is None:
+            return 201
         config = config._obj
         parameters = [ctypes.string_at(*x) for x in zip(addresses, self.function_sizes, strict=True)]
         self.launches.append((list(config.grid), list(config.block), config.shared_bytes, config.stream, parameters))
         return self.status
+
+    def cuDeviceGet(self, device, index):
+        device._obj.value = 10 + index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = 100 * device.value
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.context = context.value
+        return 0
 
     def cuGetErrorString(self, status, text):
         text._obj.value = b"out of luck"
@@ -130,6 +146,15 @@ def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compi
     assert others[1:] == list(arguments[3:])
 
 
+def test_the_first_launch_of_a_thread_makes_the_context_current(monkeypatch, compiled, arguments):
+    driver = Driver(SIZES)
+    run = launch_of(monkeypatch, driver, compiled, arguments)
+    driver.context = None
+    run(arguments[0].base, None, arguments[2])
+    assert driver.context == 100 * (10 + 3)
+    assert len(driver.launches) == 1
+
+
 def test_a_launch_that_fails_says_so(monkeypatch, compiled, arguments):
     driver = Driver(SIZES)
     run = launch_of(monkeypatch, driver, compiled, arguments)
@@ -151,3 +176,11 @@ def test_no_tensor_of_the_first_call_is_kept(monkeypatch, compiled, arguments):
         del q, descriptor
         assert gone() is None
         assert callable(run)
+
+
+@pytest.mark.gpu
+def test_a_new_thread_may_be_the_first_to_launch():
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.float16)
+    wanted = flash_attn_func(q, q, q)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(flash_attn_func, q, q, q).result(), wanted)

@@ -39,6 +39,7 @@ _NUMBERS = {
 }  # fmt: skip
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
 
 
@@ -137,7 +138,7 @@ def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, 
     if driver is not None and _is_plain(compiled.metadata):
         parameters = Parameters(driver, compiled.src.signature, arguments, moving)
         if parameters.sizes == _sizes(driver, compiled.function):
-            launch = _through_driver(driver, compiled, grid, parameters)
+            launch = _through_driver(driver, compiled, device.index, grid, parameters)
     index, stream_of = device.index, triton.runtime.driver.active.get_current_stream
 
     def run(*tensors: Tensor | None) -> None:
@@ -174,7 +175,7 @@ def _of(descriptor: Any, tensor: Tensor | None) -> Any:
     return other
 
 
-def _through_driver(driver: ctypes.CDLL, compiled: Any, grid: int, parameters: Parameters) -> Launch:
+def _through_driver(driver: ctypes.CDLL, compiled: Any, device_index: int, grid: int, parameters: Parameters) -> Launch:
     threads = compiled.metadata.num_warps * compiled.metadata.warp_size
     config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared, None, None, 0)
     call = (ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters.addresses, None)
@@ -190,6 +191,9 @@ def _through_driver(driver: ctypes.CDLL, compiled: Any, grid: int, parameters: P
                 replace_address(tensor_map, ctypes.c_void_p(tensors[index].data_ptr()))
             config.stream = stream
             status = launch_kernel(*call)
+            if status == _NO_CONTEXT:  # the first of this thread that the driver hears
+                _make_current(driver, device_index)
+                status = launch_kernel(*call)
         if status:
             raise RuntimeError(f"{kept[0].name}: cuLaunchKernelEx: {_message(driver, status)}")
 
@@ -261,6 +265,14 @@ def _driver() -> ctypes.CDLL | None:
     except (OSError, AttributeError):
         return None
     return driver if all(used) else None
+
+
+def _make_current(driver: ctypes.CDLL, device_index: int) -> None:
+    """Makes the context that PyTorch uses on a device this thread's."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    driver.cuDeviceGet(ctypes.byref(device), device_index)
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    driver.cuCtxSetCurrent(context)
 
 
 def _sizes(driver: ctypes.CDLL, function: int) -> list[int]:
