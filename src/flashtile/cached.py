@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import spec as checks
 from .dispatch import choose, decoder
-from .rotary import apply_rotary, check_rotary
+from .rotary import apply_rotary
 from .spec import AttentionSpec
 
 
@@ -82,14 +82,14 @@ def checked(
         raise ValueError(f"k, v: got {'only v' if k is None else 'only k'}; want both or neither")
     batch, device = q.shape[0], q.device
     if block_table is not None:
-        _check_index("block_table", block_table, (batch, None), k_cache.shape[0], device)
+        checks.check_index("block_table", block_table, (batch, None), k_cache.shape[0], device)
         if k_cache.shape[1] & (k_cache.shape[1] - 1):
             raise ValueError(f"k_cache: got pages of {k_cache.shape[1]} keys; want a power of two")
         for name, given in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
             if given is not None:
                 raise ValueError(f"{name}: got a tensor together with block_table; want one of them")
     elif cache_batch_idx is not None:
-        _check_index("cache_batch_idx", cache_batch_idx, (batch,), k_cache.shape[0], device)
+        checks.check_index("cache_batch_idx", cache_batch_idx, (batch,), k_cache.shape[0], device)
     elif k_cache.shape[0] != batch:
         raise ValueError(f"k_cache: got batch {k_cache.shape[0]}; want the batch of q, {batch}")
     cache = Cache(k_cache, v_cache, cache_batch_idx, block_table)
@@ -108,33 +108,15 @@ def checked(
     length = cache.capacity - seqlen_new if cache_seqlens is None else cache_seqlens
     if isinstance(length, int):
         length = torch.full((batch,), length, device=device)
-    _check_index("cache_seqlens", length, (batch,), cache.capacity - seqlen_new + 1, device)
+    checks.check_index("cache_seqlens", length, (batch,), cache.capacity - seqlen_new + 1, device)
     first = torch.zeros_like(length) if cache_leftpad is None else cache_leftpad
-    _check_index("cache_leftpad", first, (batch,), cache.capacity + 1, device)
+    checks.check_index("cache_leftpad", first, (batch,), cache.capacity + 1, device)
     if device.type == "cpu" and bool((first > length).any()):
         raise ValueError("cache_leftpad: got more than cache_seqlens in a sequence; want at most that")
     spec = AttentionSpec(
         1, q.shape[1], cache.capacity, q.shape[2], k_cache.shape[2], q.shape[3], v_cache.shape[3], q.dtype, *settings
     )
     return CachedCall(spec, cache, first.long().contiguous(), length.long() + seqlen_new)
-
-
-def _check_index(name: str, index: Tensor, shape: tuple[int | None, ...], end: int, device: torch.device) -> None:
-    """Raises unless `index` is an integer tensor of `shape` on `device` with numbers from 0 to end - 1.
-
-    The numbers are looked at on a CPU alone: to read a GPU's would wait for it, and cannot be captured in a graph.
-    """
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
-        got = index.dtype if isinstance(index, Tensor) else type(index).__name__
-        raise TypeError(f"{name}: got {got}; want a tensor of int32")
-    pairs = zip(shape, index.shape, strict=False)
-    if index.dim() != len(shape) or any(want not in (None, size) for want, size in pairs):
-        wanted = tuple("any" if size is None else size for size in shape)
-        raise ValueError(f"{name}: got shape {tuple(index.shape)}; want {wanted}")
-    if index.device != device:
-        raise ValueError(f"{name}: is on {index.device}; want the device of q, {device}")
-    if device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < end:
-        raise ValueError(f"{name}: got numbers from {int(index.min())} to {int(index.max())}; want 0 to {end - 1}")
 
 
 @dataclass(frozen=True)
@@ -159,7 +141,7 @@ def checked_rotary(
         )
     if k is None:
         raise ValueError("rotary_cos: got tables without k and v; want new keys to turn")
-    check_rotary(cos, sin, call.spec, call.cache.capacity, q)
+    checks.check_rotary(cos, sin, call.spec.head_dim, call.cache.capacity, q)
     return Rotary(cos, sin, interleaved)
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .backends import cpu, hopper, reference, triton
+from .backends import Forward, cpu, hopper, reference, triton
 from .spec import AttentionSpec
-
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""forward(q, k, v) -> (out, lse)"""
 
 
 class Backend(Protocol):

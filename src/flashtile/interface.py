@@ -183,8 +183,7 @@ def flash_attn_with_kvcache(
     """
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes: ALiBi is not implemented, want None")
-    if not isinstance(num_splits, int) or not 0 <= num_splits <= 128:
-        raise ValueError(f"num_splits: got {num_splits!r}; want 0 to 128")
+    spec.check_splits(num_splits)
     dispatch.check_backend(backend)
     spec.check_like("q", q, q)
     window_left, window_right = spec.mask_window(causal, window_size)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import dispatch
+from .backends import Forward
 from .spec import AttentionSpec
 
 _SETTINGS = (
@@ -48,7 +49,7 @@ class Known(NamedTuple):
 
     spec: AttentionSpec
     choice: dispatch.Choice
-    forward: dispatch.Forward
+    forward: Forward
 
 
 class _PlainAttention(torch.autograd.Function):

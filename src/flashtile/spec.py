@@ -17,6 +17,7 @@ from torch import Tensor
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+MAX_SPLITS = 128  # parts of the keys of a call over a cache
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,13 @@ class AttentionSpec:
     def settings(self) -> tuple[float, int, int, float, bool]:
         """What `of` takes beside the tensors: (softmax_scale, window_left, window_right, softcap, deterministic)."""
         return self.softmax_scale, self.window_left, self.window_right, self.softcap, self.deterministic
+
+    @property
+    def score_factors(self) -> tuple[float, float]:
+        """(factor, cap_in): scores are factor * q.k, or with a soft cap factor * tanh(cap_in * q.k)."""
+        if self.softcap > 0:
+            return self.softcap, self.softmax_scale / self.softcap
+        return self.softmax_scale, 0.0
 
     @property
     def group(self) -> int:
@@ -179,3 +187,47 @@ def check_packed(name: str, packed: Tensor, parts: int) -> None:
         raise ValueError(
             f"{name}: got shape {tuple(packed.shape)}; want 5 dimensions (batch, seqlen, {parts}, heads, head_dim)"
         )
+
+
+def check_index(name: str, index: Tensor, shape: tuple[int | None, ...], end: int, device: torch.device) -> None:
+    """Raises unless `index` is an integer tensor of `shape` on `device` with numbers from 0 to end - 1.
+
+    The numbers are looked at on a CPU alone: to read a GPU's would wait for it, and cannot be captured in a graph.
+    """
+    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
+        got = index.dtype if isinstance(index, Tensor) else type(index).__name__
+        raise TypeError(f"{name}: got {got}; want a tensor of int32")
+    pairs = zip(shape, index.shape, strict=False)
+    if index.dim() != len(shape) or any(want not in (None, size) for want, size in pairs):
+        wanted = tuple("any" if size is None else size for size in shape)
+        raise ValueError(f"{name}: got shape {tuple(index.shape)}; want {wanted}")
+    if index.device != device:
+        raise ValueError(f"{name}: is on {index.device}; want the device of q, {device}")
+    if device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < end:
+        raise ValueError(f"{name}: got numbers from {int(index.min())} to {int(index.max())}; want 0 to {end - 1}")
+
+
+def check_rotary(cos: Tensor, sin: Tensor, head_dim: int, positions: int, like: Tensor) -> None:
+    """Raises unless cos and sin are tables (at least `positions`, R) for a head dim of at least 2 R."""
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(table, Tensor) or not table.is_floating_point():
+            raise TypeError(
+                f"{name}: got {getattr(table, 'dtype', type(table).__name__)}; want a floating-point tensor"
+            )
+        if table.dim() != 2 or table.shape != cos.shape or not 0 < 2 * table.shape[1] <= head_dim:
+            raise ValueError(
+                f"{name}: got shape {tuple(table.shape)}; want (positions, R), both tables alike, R from 1 to "
+                f"{head_dim // 2}"
+            )
+        if table.device != like.device:
+            raise ValueError(f"{name}: is on {table.device}; want the device of q, {like.device}")
+        if table.shape[0] < positions:
+            raise ValueError(
+                f"{name}: got {table.shape[0]} positions; want {positions}, as many as a sequence may have keys"
+            )
+
+
+def check_splits(num_splits: int) -> None:
+    """ValueError unless `num_splits` is a number of parts, or 0."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 0 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits: got {num_splits!r}; want 0 to {MAX_SPLITS}")

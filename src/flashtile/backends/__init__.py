@@ -14,3 +14,10 @@
 out (B, Sq, Hq, Dv) and lse (B, Hq, Sq) are contiguous; dq, dk, dv are laid out as torch.empty_like(q), (k), (v).
 Backends never import each other; those that launch kernels share launcher.py.
 """
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""forward(q, k, v) -> (out, lse)"""

@@ -20,12 +20,10 @@ import triton
 from torch import Tensor
 
 from ..spec import AttentionSpec
+from . import Forward
 
 Run = Callable[..., None]
 """run(*tensors): launches on the current stream of the tensors' device."""
-
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""forward(q, k, v) -> (out, lse)"""
 
 Launch = Callable[..., None]
 """launch(stream, *tensors): the same where the device is current already."""

@@ -17,7 +17,7 @@ from . import config
 from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
-from .launch import OPTIONS, describe, score_units
+from .launch import LOG2E, OPTIONS, describe
 from .schedule import backward_schedule, tile_fields
 
 
@@ -61,9 +61,10 @@ def table(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Te
 
 def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tuple:
     """The arguments of `backward_kernel` after the tensors."""
+    factor, cap_in = spec.score_factors
     return (
         spec.heads_q, spec.group, row_blocks(spec, tiles), spec.batch * spec.heads_q, rounds,
-        *score_units(spec), spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
+        factor * LOG2E, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip

@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
-from ..launcher import Forward, Launcher, Run, forward_pass, forward_pass_like, prepared
+from .. import Forward
+from ..launcher import Launcher, Run, forward_pass, forward_pass_like, prepared
 from . import config
 from .forward import forward_kernel
 from .schedule import schedule
@@ -54,13 +55,6 @@ class ForwardKernel(Launcher):
         return prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors), OPTIONS)
 
 
-def score_units(spec: AttentionSpec) -> tuple[float, float]:
-    """(unit, cap_in): scores in base 2 are s * unit, where s is q.k, with a soft cap tanh(q.k * cap_in)."""
-    if spec.softcap > 0:
-        return spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
-    return spec.softmax_scale * LOG2E, 0.0
-
-
 def steady(spec: AttentionSpec) -> bool:
     """Whether blocks without a mask take the maximum as it stands: float16 has no room for a P that grows past 1."""
     return spec.dtype == torch.bfloat16
@@ -68,11 +62,11 @@ def steady(spec: AttentionSpec) -> bool:
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
-    unit, cap_in = score_units(spec)
-    natural = spec.softcap or spec.softmax_scale
+    natural, cap_in = spec.score_factors
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, unit, natural, cap_in, tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
+        rounds, natural * LOG2E, natural, cap_in,
+        tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec), tiles.q_in_registers,
         tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...spec import AttentionSpec
+from ...spec import MAX_SPLITS, AttentionSpec
 from ..launcher import Launcher, Run, prepared
 from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 from .tile import LN2, softmax_step, tanh
 
 OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}  # with 4 warps registers spill from D 128 on
-MAX_SPLITS = 128
 # Keys of a part at least: fewer are not worth what merging costs. An estimate, as are the two programs wanted for each
 # multiprocessor.
 KEYS_OF_A_PART = 256
@@ -209,7 +208,7 @@ def decode(
     paged: bool, num_splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse, by Flash-Decoding; num_splits of 0: as many parts as the GPU has room for."""
-    splits = min(num_splits, MAX_SPLITS) or parts(spec, q.device)
+    splits = num_splits or parts(spec, q.device)
     of = DecodeSpec(spec, k_cache.shape[1] if paged else 0, splits)
     rows = (spec.batch, spec.heads_q, spec.seqlen_q)
     out_parts = torch.empty((splits, *rows, spec.head_dim_v), dtype=torch.float32, device=q.device)

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import AttentionSpec
-from ..launcher import Forward, forward_pass, forward_pass_like
+from .. import Forward
+from ..launcher import forward_pass, forward_pass_like
 from .config import Tiles
 from .launch import FLOAT32_TINY, NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
 from .tile import LN2, load_tile, part_of, place, softmax_step, store_tile, tanh, visible, visible_blocks

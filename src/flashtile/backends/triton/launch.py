@@ -68,9 +68,8 @@ def exact(spec: AttentionSpec) -> bool:
 
 def score_units(spec: AttentionSpec) -> tuple[float, float]:
     """(unit, cap_in): scores in base 2 are s * unit, where s is q.k, with a soft cap tanh(q.k * cap_in)."""
-    if spec.softcap > 0:
-        return spec.softcap * LOG2E, spec.softmax_scale / spec.softcap
-    return (LOG2E if exact(spec) else spec.softmax_scale * LOG2E), 0.0
+    factor, cap_in = spec.score_factors
+    return (LOG2E if exact(spec) else factor * LOG2E), cap_in
 
 
 def constants(spec: AttentionSpec, tiles: Tiles) -> dict[str, Any]:
