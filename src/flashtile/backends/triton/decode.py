@@ -142,6 +142,7 @@ class DecodeSpec(NamedTuple):
     attention: AttentionSpec
     page_size: int  # 0: not in pages
     splits: int
+    index_dtype: torch.dtype  # of places; first and end are int64
 
     @property
     def tile_m(self) -> int:
@@ -209,7 +210,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse, by Flash-Decoding; num_splits of 0: as many parts as the GPU has room for."""
     splits = num_splits or parts(spec, q.device)
-    of = DecodeSpec(spec, k_cache.shape[1] if paged else 0, splits)
+    of = DecodeSpec(spec, k_cache.shape[1] if paged else 0, splits, places.dtype)
     rows = (spec.batch, spec.heads_q, spec.seqlen_q)
     out_parts = torch.empty((splits, *rows, spec.head_dim_v), dtype=torch.float32, device=q.device)
     lse_parts = torch.empty((splits, *rows), dtype=torch.float32, device=q.device)
