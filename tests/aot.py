@@ -117,7 +117,9 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
 
     tiles = config.choose(spec)
     scalars = launch.scalars(spec, tiles, rounds=100)
-    return _compile_gluon(kernel or forward_kernel, spec, launch.boxes(tiles), {"lse_ptr": "*fp32"}, "*i64", scalars)
+    return _compile_gluon(
+        kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32"}, "*i64", scalars
+    )
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
@@ -143,8 +145,8 @@ def _compile_gluon(
 
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[spec.dtype]
     signature, constants = {}, {}
-    for name, (rows, dims) in zip(kernel.arg_names, boxes, strict=False):
-        signature[name] = f"tensordesc<{element}[1, {rows}, 1, {dims}],{launch.layout(rows, dims, spec.dtype)!r}>"
+    for name, box in zip(kernel.arg_names, boxes, strict=False):
+        signature[name] = f"tensordesc<{element}{[1, *box]},{launch.layout(box, spec.dtype)!r}>"
     signature |= others | {"schedule_ptr": schedule}
     for parameter, value in zip(kernel.params[len(signature) :], scalars, strict=True):
         signature[parameter.name] = "constexpr" if parameter.is_constexpr else "fp32" if value != int(value) else "i32"

@@ -46,8 +46,7 @@ def backward_on_cpu(
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     matrices = (q, dout, k, v, dk, dv)
     descriptors = [
-        gluon_on_cpu.Descriptor(x, [1, n, 1, dims])
-        for x, (n, dims) in zip(matrices, backward_launch.boxes(tiles), strict=True)
+        gluon_on_cpu.Descriptor(x, [1, *box]) for x, box in zip(matrices, backward_launch.boxes(tiles), strict=True)
     ]
     of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
     table = backward_launch.table(case, tiles, programs)

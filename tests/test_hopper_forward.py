@@ -23,6 +23,10 @@ CASES = {
     "softcap": spec((200, 500), (2, 2), (64, 64), BF16, softcap=4.0, right=0),
     "one of each": spec((1, 1), (2, 1), (64, 64), BF16),
     "long": spec((100, 700), (1, 1), (64, 64), BF16, batch=1),
+    "packed": spec((40, 300), (4, 1), (64, 64), BF16, batch=2),
+    "packed causal": spec((37, 500), (8, 2), (64, 64), BF16, batch=1, right=0),
+    "packed window": spec((20, 700), (16, 1), (128, 128), BF16, batch=1, left=200, right=5),
+    "packed, one query": spec((1, 600), (12, 3), (256, 256), BF16, batch=2),
     "D 128": spec((260, 390), (2, 1), (128, 96), BF16, batch=1, right=0),
     "D 256": spec((200, 200), (4, 2), (256, 192), BF16, batch=1, right=0),
 }
@@ -33,8 +37,7 @@ def forward_on_cpu(case: AttentionSpec, tiles: config.Tiles, inputs: Inputs, pro
     q, k, v, dout, dlse = inputs
     out, lse = torch.full_like(dout, float("nan")), torch.full_like(dlse, float("nan"))
     descriptors = [
-        gluon_on_cpu.Descriptor(x, [1, n, 1, dims])
-        for x, (n, dims) in zip((q, k, v, out), launch.boxes(tiles), strict=True)
+        gluon_on_cpu.Descriptor(x, [1, *box]) for x, box in zip((q, k, v, out), launch.boxes(case, tiles), strict=True)
     ]
     table = launch.table(case, tiles, programs)
     pointers = gluon_on_cpu.Pointer(lse.view(-1)), gluon_on_cpu.Pointer(table.flatten())

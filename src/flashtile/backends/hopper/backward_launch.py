@@ -17,7 +17,7 @@ from . import config
 from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
-from .launch import LOG2E, OPTIONS, describe
+from .launch import LOG2E, OPTIONS, Box, describe
 from .schedule import backward_schedule, tile_fields
 
 
@@ -37,9 +37,9 @@ def rows_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def boxes(tiles: config.BackwardTiles) -> tuple[tuple[int, int], ...]:
-    """(rows, dims) of the blocks in which q, dout, k, v, dk and dv are copied."""
-    queries, keys = (tiles.tile_m, tiles.head_dim), (tiles.box_keys, tiles.head_dim)
+def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
+    """The blocks in which q, dout, k, v, dk and dv are copied."""
+    queries, keys = (tiles.tile_m, 1, tiles.head_dim), (tiles.box_keys, 1, tiles.head_dim)
     return queries, queries, keys, keys, keys, keys
 
 

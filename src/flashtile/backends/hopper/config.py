@@ -108,6 +108,12 @@ def choose_backward(spec: AttentionSpec) -> BackwardTiles:
     return BACKWARD_D256 if dims > 128 else BACKWARD_D128 if dims > 64 else BACKWARD_D64
 
 
+def heads_per_tile(spec: AttentionSpec, tiles: Tiles) -> int:
+    """How many query heads of a group lie in the rows of a tile: what makes the fewest tiles, where Sq is short."""
+    powers = [1 << i for i in range(tiles.tile_m.bit_length()) if spec.group % (1 << i) == 0]
+    return min(powers, key=lambda heads: -(-spec.seqlen_q * heads // tiles.rows) * (spec.group // heads))
+
+
 def choose(spec: AttentionSpec) -> Tiles:
     """The tiles for a spec."""
     if max(spec.head_dim, spec.head_dim_v) > 128:

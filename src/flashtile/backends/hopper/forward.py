@@ -45,7 +45,7 @@ class Problem:
     unit: gl.tensor  # scores in base 2 are s * unit
     natural: gl.tensor  # in base e, s * natural
     cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
-    schedule: gl.tensor  # (programs, rounds): how many tiles, then (batch * Hq + head) << 32 | m_block each
+    schedule: gl.tensor  # (programs, rounds): how many tiles, then (batch * Hq / PACK + head) << 32 | m_block each
     rounds: gl.tensor
     WARPGROUPS: gl.constexpr
     TILE_M: gl.constexpr
@@ -55,11 +55,12 @@ class Problem:
     SOFTCAP: gl.constexpr
     STEADY: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
+    PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS, PACK,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -80,6 +81,7 @@ class Problem:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.STEADY = gl.constexpr(STEADY)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
+        self.PACK = gl.constexpr(PACK)
 
     @gluon.jit
     def tiles(self):
@@ -89,18 +91,23 @@ class Problem:
 
     @gluon.jit
     def place(self, entry):
-        """(batch, query head, m_block) of an entry of the schedule."""
+        """(batch, first query head, m_block) of an entry of the schedule."""
+        heads = self.heads_q // self.PACK
         head = (entry >> 32).to(gl.int32)
-        return head // self.heads_q, head % self.heads_q, (entry & 0xFFFFFFFF).to(gl.int32)
+        return head // heads, head % heads * self.PACK, (entry & 0xFFFFFFFF).to(gl.int32)
+
+    @gluon.jit
+    def first_query(self, m_block, warpgroup):
+        """The query of the first row of a warpgroup's part of a tile."""
+        return (m_block * self.WARPGROUPS + warpgroup) * (self.TILE_M // self.PACK)
 
     @gluon.jit
     def key_blocks(self, m_block):
         """(first, full_first, full_end, end): blocks first ... end hold every key that a tile sees, at least one;
         of these, full_first ... full_end need no mask."""
-        rows: gl.constexpr = self.WARPGROUPS * self.TILE_M
         offset = self.seqlen_k - self.seqlen_q
-        first_row = m_block * rows + offset
-        last_row = gl.minimum((m_block + 1) * rows, self.seqlen_q) - 1 + offset
+        first_row = self.first_query(m_block, 0) + offset
+        last_row = gl.minimum(self.first_query(m_block + 1, 0), self.seqlen_q) - 1 + offset
         seen_end = self.seqlen_k
         full_end = self.seqlen_k // self.TILE_N
         first = 0
@@ -128,11 +135,10 @@ def any_failed(p, failures):
 @gluon.jit
 def load_q(p, q_desc, q_ring, position, batch, head, m_block):
     """The rows of all warpgroups of a tile."""
-    row = m_block * (p.WARPGROUPS * p.TILE_M)
     full = q_ring.await_empty(position)
     mbarrier.expect(full, q_desc.block_type.nbytes * p.WARPGROUPS)
     for part in gl.static_range(p.WARPGROUPS):
-        load_async(q_desc, [batch, row + part * p.TILE_M, head, 0], full, q_ring.buffer(position, part))
+        load_async(q_desc, [batch, p.first_query(m_block, part), head, 0], full, q_ring.buffer(position, part))
 
 
 @gluon.jit
@@ -182,12 +188,12 @@ def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, pos
 
 @gluon.jit
 def mask(p, s, row, col, row_layout: gl.constexpr):
-    """S with -inf where row + i does not see key col + j: limits in a register per row, columns as constants.
+    """S with -inf where query row + i // PACK does not see key col + j: a limit per row, columns as constants.
 
     What the lane adds to a column, bits 1 and 2, is taken off the limits: added to the columns it would take a register
     for each, hoisted out of the loop and spilled.
     """
-    rows = row + gl.arange(0, p.TILE_M, row_layout) + (p.seqlen_k - p.seqlen_q)
+    rows = row + gl.arange(0, p.TILE_M, row_layout) // p.PACK + (p.seqlen_k - p.seqlen_q)
     cols = gl.arange(0, p.TILE_N, gl.SliceLayout(0, s.type.layout))
     of_lane = (cols & 6)[None, :]
     cols = (cols & ~6)[None, :]
@@ -292,8 +298,9 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
         low, high = gl.split(o.reshape([o.shape[0], 2, WIDTH]).permute((0, 2, 1)))
         store_out(low, out_desc, out_buffer, batch, row, head, 0)
         store_out(high, out_desc, out_buffer, batch, row, head, WIDTH)
-    rows = row + gl.arange(0, p.TILE_M, row_layout)
-    at = (batch * p.heads_q + head).to(gl.int64) * p.seqlen_q
+    i = gl.arange(0, p.TILE_M, row_layout)
+    rows = row + i // p.PACK
+    at = (batch * p.heads_q + head + i % p.PACK).to(gl.int64) * p.seqlen_q
     gl.store(lse_ptr + at + rows, lse, mask=rows < p.seqlen_q)
 
 
@@ -345,7 +352,7 @@ def compute_walk(
         batch_new, head_new, m_block = p.place(entry)
         entry = gl.load(entries + t + 1)  # of the next tile: it takes as long as a product
         first, full_first, full_end, end = p.key_blocks(m_block)
-        row_new = m_block * (p.WARPGROUPS * p.TILE_M) + warpgroup * p.TILE_M
+        row_new = p.first_query(m_block, warpgroup)
         # S of the first block, under the last O += P V of the tile before
         q_ring.await_full(q_position)
         q = matrix(q_ring.buffer(q_position, warpgroup))
@@ -433,12 +440,12 @@ def forward_kernel(
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, STEADY: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, PACK: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
-                Q_IN_REGISTERS)  # fmt: skip
+                Q_IN_REGISTERS, PACK)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)

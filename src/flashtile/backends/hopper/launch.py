@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,23 +21,27 @@ LOG2E = 1.4426950408889634
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
 
 
+Box = tuple[int, int, int]
+"""(rows, heads, dims) of what is copied at a time."""
+
+
 @functools.cache
-def layout(rows: int, dims: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a block (1, rows, 1, dims) lies in shared memory."""
+def layout(box: Box, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a block (1, rows, heads, dims) lies in shared memory."""
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, dims], element)
+    return gl.NVMMASharedLayout.get_default_for([1, *box], element)
 
 
-def describe(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
-    """Blocks (1, rows, 1, dims) of x (B, S, H, D): what lies outside is read as zero and not written."""
+def describe(x: Tensor, box: Box) -> TensorDescriptor:
+    """Blocks (1, rows, heads, dims) of x (B, S, H, D): what lies outside is read as zero and not written."""
     strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
-    rows, dims = box
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, dims], layout(rows, dims, x.dtype))
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, *box], layout(box, x.dtype))
 
 
 def table(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Tensor:
-    """(programs, rounds) int64: how many tiles a program has, then (batch * Hq + head) << 32 | m_block each."""
-    lists = schedule(spec, tiles.rows, tiles.tile_n, programs)
+    """(programs, rounds) int64: how many tiles a program has, then (batch * Hq / pack + head) << 32 | m_block each."""
+    pack = config.heads_per_tile(spec, tiles)
+    lists = schedule(replace(spec, heads_q=spec.heads_q // pack), tiles.rows // pack, tiles.tile_n, programs)
     rounds = 2 + max(map(len, lists))  # a program reads one entry past its last
     rows = [[len(x), *(head << 32 | m_block for head, m_block in x), *[0] * (rounds - 1 - len(x))] for x in lists]
     return torch.tensor(rows, dtype=torch.int64)
@@ -50,7 +55,7 @@ class ForwardKernel(Launcher):
         tiles = config.choose(spec)
         programs = torch.cuda.get_device_properties(lse.device).multi_processor_count
         tiles_of = table(spec, tiles, programs).to(lse.device)
-        descriptors = map(describe, described, boxes(tiles))
+        descriptors = map(describe, described, boxes(spec, tiles))
         arguments = (*descriptors, lse, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         return prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors), OPTIONS)
 
@@ -68,14 +73,15 @@ def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
         rounds, natural * LOG2E, natural, cap_in,
         tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec), tiles.q_in_registers,
-        tiles.compute_registers, tiles.load_registers,
+        config.heads_per_tile(spec, tiles), tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 
 
-def boxes(tiles: config.Tiles) -> tuple[tuple[int, int], ...]:
-    """(rows, dims) of the blocks in which q, k, v and out are copied."""
-    q, k, out_dims = (tiles.tile_m, tiles.head_dim), (tiles.tile_n, tiles.head_dim), tiles.head_dim // tiles.out_parts
-    return q, k, k, (tiles.tile_m, out_dims)
+def boxes(spec: AttentionSpec, tiles: config.Tiles) -> tuple[Box, ...]:
+    """The blocks in which q, k, v and out are copied."""
+    pack = config.heads_per_tile(spec, tiles)
+    q, k = (tiles.tile_m // pack, pack, tiles.head_dim), (tiles.tile_n, 1, tiles.head_dim)
+    return q, k, k, (*q[:2], tiles.head_dim // tiles.out_parts)
 
 
 FORWARD = ForwardKernel()

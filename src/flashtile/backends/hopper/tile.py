@@ -41,8 +41,8 @@ def keep_apart(warpgroup: gl.constexpr):
 
 @gluon.jit
 def matrix(buffer):
-    """A buffer (1, rows, 1, D) as a matrix (rows, D)."""
-    return buffer.reshape([buffer.shape[1], buffer.shape[3]])
+    """A buffer (1, S, heads, D) as a matrix (rows, D)."""
+    return buffer.reshape([buffer.shape[1] * buffer.shape[2], buffer.shape[3]])
 
 
 @gluon.jit
