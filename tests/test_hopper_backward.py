@@ -101,7 +101,6 @@ def test_a_kernel_that_stands_still_is_noticed():
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.skipif(not hopper.BACKWARD_PROVEN, reason="kernels that no GPU has run in their last form may stand still")
 @pytest.mark.parametrize("name", [*CASES, *(name for name, case in cases.CASES.items() if takes("hopper", case))])
 def test_gradients_on_a_gpu(name):
     case = (cases.CASES | CASES)[name]

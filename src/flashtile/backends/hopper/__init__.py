@@ -14,7 +14,7 @@ from torch import Tensor
 from ...arch import arch_of
 from ...plan import Plan
 from ...spec import AttentionSpec
-from .config import choose
+from .config import choose, heads_per_tile
 
 
 def _triton_is_new_enough() -> bool:
@@ -36,8 +36,6 @@ __all__ = ["backward", "forward", "forward_like", "leaves_backward", "passes_on"
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
-# The last form of the backward kernels has run on no GPU yet, only on tests/gluon_on_cpu.py: nothing goes to them.
-BACKWARD_PROVEN = False
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:
@@ -71,8 +69,6 @@ def passes_on(spec: AttentionSpec) -> str | None:
 
 def leaves_backward(spec: AttentionSpec) -> str | None:
     """Why the backward pass of a spec that it supports goes to another backend."""
-    if not BACKWARD_PROVEN:
-        return "its backward kernels have not been proven on a GPU"
     if spec.deterministic:
         return "its dQ is summed in no fixed order"
     return None
@@ -119,6 +115,7 @@ def _stride_refusal(shape: torch.Size, strides: tuple[int, ...]) -> str | None:
 def plan(spec: AttentionSpec, device: torch.device) -> Plan:
     """The forward launch."""
     tiles = choose(spec)
-    n_tiles = -(-spec.seqlen_q // tiles.rows) * spec.heads_q * spec.batch
+    pack = heads_per_tile(spec, tiles)
+    n_tiles = -(-spec.seqlen_q * pack // tiles.rows) * (spec.heads_q // pack) * spec.batch
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     return Plan(str(tiles), min(n_tiles, programs), tiles.rows, tiles.tile_n)
