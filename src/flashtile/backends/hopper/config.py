@@ -13,13 +13,15 @@ SHARED_BYTES = 227 * 1024  # of one multiprocessor, all of it for one program
 class Tiles:
     """Warpgroups of tile_m rows each, key blocks of tile_n keys, and how many Q and K, V blocks are in flight."""
 
-    head_dim: int  # D and Dv as they lie in shared memory: a power of two
+    head_dim: int  # D as Q and K lie in shared memory
+    head_dim_v: int  # Dv: a power of two
     warpgroups: int
     tile_n: int
     q_stages: int
     stages: int
     compute_registers: int
     q_in_registers: bool = False  # rather than read from shared memory for every key block
+    parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24
     tile_m: int = 64  # rows of one wgmma
@@ -37,22 +39,27 @@ class Tiles:
 
     @property
     def shared_bytes(self) -> int:
-        rows = self.q_stages * self.rows + self.rows // self.out_parts  # Q, and O on its way out
+        q_and_k = (self.q_stages * self.rows + self.stages * self.tile_n) * self.head_dim
+        v_and_out = (self.stages * self.tile_n + self.rows // self.out_parts) * self.head_dim_v
         barriers = 16 * (self.q_stages + 2 * self.stages)
         failures = 4 * 4 * self.tile_m
-        return 2 * self.head_dim * (rows + 2 * self.stages * self.tile_n) + barriers + failures
+        return 2 * (q_and_k + v_and_out) + barriers + failures
 
 
-D64 = Tiles(64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160)
+D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160)
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
 484 -> 590 TFLOP/s."""
-D64_SHORT = Tiles(64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_in_registers=True)
+D64_SHORT = Tiles(64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_in_registers=True)
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482."""
-D128 = Tiles(128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
+D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
 +9 % at S = 512, 0 at 16k."""
-D256 = Tiles(256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, out_parts=2)
+D192_DV128 = Tiles(
+    192, 128, warpgroups=2, tile_n=128, q_stages=1, stages=2, compute_registers=240, parts=3, out_parts=2
+)
+"""TODO"""
+D256 = Tiles(256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, out_parts=2)
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O."""
 
 
@@ -116,6 +123,8 @@ def heads_per_tile(spec: AttentionSpec, tiles: Tiles) -> int:
 
 def choose(spec: AttentionSpec) -> Tiles:
     """The tiles for a spec."""
+    if 128 < spec.head_dim <= 192 and spec.head_dim_v <= 128:
+        return D192_DV128
     if max(spec.head_dim, spec.head_dim_v) > 128:
         return D256
     if max(spec.head_dim, spec.head_dim_v) > 64:

@@ -136,9 +136,19 @@ def any_failed(p, failures):
 def load_q(p, q_desc, q_ring, position, batch, head, m_block):
     """The rows of all warpgroups of a tile."""
     full = q_ring.await_empty(position)
-    mbarrier.expect(full, q_desc.block_type.nbytes * p.WARPGROUPS)
-    for part in gl.static_range(p.WARPGROUPS):
-        load_async(q_desc, [batch, p.first_query(m_block, part), head, 0], full, q_ring.buffer(position, part))
+    mbarrier.expect(full, q_desc.block_type.nbytes * q_ring.parts)
+    PARTS: gl.constexpr = q_ring.parts // p.WARPGROUPS
+    for warpgroup in gl.static_range(p.WARPGROUPS):
+        row = p.first_query(m_block, warpgroup)
+        load_parts(q_desc, batch, row, head, full, q_ring, position, warpgroup, PARTS)
+
+
+@gluon.jit
+def load_parts(desc, batch, row, head, full, ring, position, block: gl.constexpr, PARTS: gl.constexpr):
+    """All dims of some rows, in PARTS buffers: the `block`-th so many of a slot."""
+    WIDTH: gl.constexpr = desc.block_shape[3]
+    for part in gl.static_range(PARTS):
+        load_async(desc, [batch, row, head, part * WIDTH], full, ring.buffer(position, block * PARTS + part))
 
 
 @gluon.jit
@@ -173,8 +183,8 @@ def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, pos
         for i in range(end - first):
             col = (end - 1 - i) * p.TILE_N
             full_k = k_ring.await_empty(position)
-            mbarrier.expect(full_k, k_desc.block_type.nbytes)
-            load_async(k_desc, [batch, col, head_k, 0], full_k, k_ring.buffer(position, 0))
+            mbarrier.expect(full_k, k_desc.block_type.nbytes * k_ring.parts)
+            load_parts(k_desc, batch, col, head_k, full_k, k_ring, position, 0, k_ring.parts)
             full_v = v_ring.await_empty(position)
             mbarrier.expect(full_v, v_desc.block_type.nbytes)
             load_async(v_desc, [batch, col, head_k, 0], full_v, v_ring.buffer(position, 0))
@@ -203,6 +213,26 @@ def mask(p, s, row, col, row_layout: gl.constexpr):
     s = gl.where(cols <= last[:, None] - of_lane, s, float("-inf"))
     if p.HAS_LEFT:
         s = gl.where(cols >= (rows - (p.window_left + col))[:, None] - of_lane, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def q_parts(p, warpgroup: gl.constexpr, q_ring, position, layout: gl.constexpr):
+    """This warpgroup's rows of Q, a matrix for each part of the dims, in registers or in shared memory."""
+    PARTS: gl.constexpr = q_ring.parts // p.WARPGROUPS
+    q = ()
+    for part in gl.static_range(PARTS):
+        rows = matrix(q_ring.buffer(position, warpgroup * PARTS + part))
+        q += (rows.load(layout) if p.Q_IN_REGISTERS else rows,)
+    return q
+
+
+@gluon.jit
+def scores_product(q, k_ring, position, s):
+    """S = Q K^T is begun."""
+    for part in gl.static_range(k_ring.parts):
+        k = matrix(k_ring.buffer(position, part)).permute((1, 0))
+        s = warpgroup_mma(q[part], k, s, use_acc=part > 0, is_async=True)
     return s
 
 
@@ -246,7 +276,7 @@ def step(
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
-    s = warpgroup_mma(q, matrix(k_ring.buffer(position, 0)).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = scores_product(q, k_ring, position, zero)
     v_ring.await_full(position - 1)
     pv = unpack(probs, k_ring.buffers.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
@@ -355,14 +385,12 @@ def compute_walk(
         row_new = p.first_query(m_block, warpgroup)
         # S of the first block, under the last O += P V of the tile before
         q_ring.await_full(q_position)
-        q = matrix(q_ring.buffer(q_position, warpgroup))
+        q = q_parts(p, warpgroup, q_ring, q_position, gl.DotOperandLayout(0, s_layout, 2))
         if p.Q_IN_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
             q_ring.release(q_position)
         k_ring.await_full(position)
         take_turn(warpgroup)
-        k = matrix(k_ring.buffer(position, 0))
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = scores_product(q, k_ring, position, zero)
         v_ring.await_full(position - 1, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
         o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
@@ -439,15 +467,15 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, STEADY: gl.constexpr,
+    PARTS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, STEADY: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, PACK: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 Q_IN_REGISTERS, PACK)  # fmt: skip
-    q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS, WARPGROUPS)
-    k_ring = make_ring(k_desc, STAGES, 1, WARPGROUPS)
+    q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS * PARTS, WARPGROUPS)
+    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
