@@ -38,6 +38,7 @@ FULL_END = gl.constexpr(6)
 KEYS_HERE = gl.constexpr(7)  # keys from its first to the end of K
 RIGHT_EDGE = gl.constexpr(8)  # the first and the last query that see its first key
 LEFT_EDGE = gl.constexpr(9)
+TURN = gl.constexpr(10)  # blocks past the first at which the tile begins
 FIELDS = gl.constexpr(16)
 
 
@@ -86,6 +87,13 @@ class Problem:
 
 
 @gluon.jit
+def turned(i, first, end, turn):
+    """Blocks first ... end from `turn` past the first on, then those before it."""
+    block = i + turn
+    return gl.where(block < end, block, block - (end - first))
+
+
+@gluon.jit
 def load_keys(desc, ring, position, batch, head, key):
     """Line 6: a tile's K or V, in as many parts as there are warpgroups that share it out."""
     full = ring.await_empty(position)
@@ -118,15 +126,15 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
     tile = k_ring.first()
     for _ in range(n_tiles):
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
-        first, end = gl.load(entry + FIRST), gl.load(entry + END)
+        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         load_keys(k_desc, k_ring, tile, batch, head_k, key)
         for i in range(p.group):
             head = head_k * p.group + i
-            for block in range(first, end):
-                row = block * p.TILE_M
+            for j in range(first, end):
+                row = turned(j, first, end, turn) * p.TILE_M
                 load_rows(p, q_desc, rows_desc, q_ring, shifts, position, batch, head, row, 0)
                 if i == 0:
-                    if block == first:
+                    if j == first:
                         load_keys(v_desc, v_ring, tile, batch, head_k, key)
                 load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
                 position += 1
@@ -269,13 +277,16 @@ def compute_loop(
         take_turn(1)
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
+        turn = gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         v_ring.await_full(tile)
         has = False
         for i in range(p.group):
-            dq_at = sums_ptr + ((head + i).to(gl.int64) * p.row_blocks + first) * (p.TILE_M * DIM)
-            for block in range(first, end):
+            of_head = sums_ptr + (head + i).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
+            for j in range(first, end):
+                block = turned(j, first, end, turn)
+                dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
@@ -311,7 +322,6 @@ def compute_loop(
                 dq_before = dq_at
                 has = True
                 position += 1
-                dq_at += p.TILE_M * DIM
         # line 18, both by way of this warpgroup's V: the other's dQ may still read K
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS

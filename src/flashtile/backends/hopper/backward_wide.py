@@ -27,6 +27,7 @@ from .backward import (
     HEAD_K,
     KEY,
     KEYS,
+    TURN,
     Problem,
     add_dq,
     anew,
@@ -34,6 +35,7 @@ from .backward import (
     load_loop,
     mask,
     store_keys,
+    turned,
 )
 from .channel import make_ring, ring_of
 from .tile import matrix, pass_turn, take_turn, tanh
@@ -64,13 +66,16 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
     tile = k_ring.first()
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
+        turn = gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         has = False
         dq_before = sums_ptr
         for i in range(p.group):
-            dq_at = sums_ptr + ((head + i).to(gl.int64) * p.row_blocks + first) * (p.TILE_M * DIM)
-            for block in range(first, end):
+            of_head = sums_ptr + (head + i).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
+            for j in range(first, end):
+                block = turned(j, first, end, turn)
+                dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 10 and 11
                 q_ring.await_full(position)
                 q = matrix(q_ring.buffer(position, 0))
@@ -108,7 +113,6 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 dq_before = dq_at
                 has = True
                 position += 1
-                dq_at += p.TILE_M * DIM
         ds_ring.await_full(position - 1)
         dq = dq_half(0, ds_ring, position - 1, k_ring, tile, dq_zero)
         dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -140,14 +144,16 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
     tile = k_ring.first()
     sums_ptr += p.TILE_M * (DIM // 2)
     for _ in range(n_tiles):
-        first, end = gl.load(entry + FIRST), gl.load(entry + END)
+        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         v_ring.await_full(tile)
         has = False
         for i in range(p.group):
-            dq_at = sums_ptr + ((head + i).to(gl.int64) * p.row_blocks + first) * (p.TILE_M * DIM)
-            for _block in range(first, end):
+            of_head = sums_ptr + (head + i).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
+            for j in range(first, end):
+                block = turned(j, first, end, turn)
+                dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 13 and 14
                 dout_ring.await_full(position)
                 dout = matrix(dout_ring.buffer(position, 0))
@@ -176,7 +182,6 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 add_dq(dq, dq_at)
                 has = True
                 position += 1
-                dq_at += p.TILE_M * DIM
         take_turn(1)
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_keys(dk_desc, k_ring.buffer(tile, 0), dk * p.softmax_scale, batch, key, head_k)

@@ -111,4 +111,8 @@ def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> li
     key = n_block * keys
     left, right = max(spec.window_left, 0), max(spec.window_right, 0)
     edges = (spec.seqlen_k - key, key - spec.offset - right, key - spec.offset + left)
-    return [key, *query_blocks(spec, n_block, keys, tile_m), *edges]
+    blocks = query_blocks(spec, n_block, keys, tile_m)
+    count = blocks[1] - blocks[0]
+    # with a mask the tiles of a head begin apart by themselves
+    turn = 0 if spec.window_left >= 0 or spec.window_right >= 0 else n_block * count * keys // spec.seqlen_k % count
+    return [key, *blocks, *edges, turn]
