@@ -140,6 +140,7 @@ def test_what_of_the_backward_pass_goes_elsewhere():
     case = spec(dims=(128, 256), dtype=BF16)
     assert leaves_backward(case) is None
     assert "order" in leaves_backward(replace(case, deterministic=True))
+    assert "float32" in leaves_backward(replace(case, softmax_scale=1e-38))
 
 
 @pytest.mark.gpu

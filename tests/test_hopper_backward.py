@@ -13,8 +13,6 @@ from flashtile.backends.hopper import backward_launch, config
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
-LOG2E = 1.4426950408889634
-
 CASES = {
     "full": spec((320, 256), (1, 1), (64, 64), BF16, batch=2),
     "causal": spec((300, 300), (2, 2), (64, 64), BF16, batch=1, right=0),
@@ -39,9 +37,9 @@ def backward_on_cpu(
     blocks = backward_launch.row_blocks(case, tiles)
     padded = blocks * tiles.tile_m
     rows = torch.zeros(2, case.batch, case.heads_q, padded)
-    rows[0] = float("inf")
-    rows[0, :, :, : case.seqlen_q] = torch.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-    rows[1, :, :, : case.seqlen_q] = (out.float() * dout.float()).sum(-1).transpose(1, 2) - dlse
+    rows[0] = float("-inf")
+    rows[0, :, :, : case.seqlen_q] = torch.where(lse == float("-inf"), lse, -lse / case.score_factors[0])
+    rows[1, :, :, : case.seqlen_q] = dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2)
     sums = torch.zeros(case.batch * case.heads_q * padded * tiles.head_dim)
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     matrices = (q, dout, k, v, dk, dv)

@@ -36,6 +36,7 @@ __all__ = ["backward", "forward", "forward_like", "leaves_backward", "passes_on"
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
+LEAST_FACTOR = 1e-30
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:
@@ -71,6 +72,8 @@ def leaves_backward(spec: AttentionSpec) -> str | None:
     """Why the backward pass of a spec that it supports goes to another backend."""
     if spec.deterministic:
         return "its dQ is summed in no fixed order"
+    if spec.score_factors[0] < LEAST_FACTOR:
+        return f"it takes lse / {spec.score_factors[0]}, which float32 may not hold"
     return None
 
 

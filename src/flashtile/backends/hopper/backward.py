@@ -214,37 +214,59 @@ def anew(position):
 
 
 @gluon.jit
-def probabilities_and_ds(
-    p, warpgroup: gl.constexpr, position, tile, to_mask, entry, row,
-    q_ring, dout_ring, k_ring, v_ring, shifts, deltas, s_layout: gl.constexpr,
-):  # fmt: skip
-    """Lines 10, 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
-    numbers: gl.constexpr = gl.SliceLayout(0, s_layout)
-    zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
-    slot = q_ring.slot(position)
-    q = matrix(q_ring.buffer(position, 0))
-    dout = matrix(dout_ring.buffer(position, 0))
+def start_from(p, numbers, ring, position, layout: gl.constexpr):
+    """(KEYS, TILE_M): the shifts or deltas of a step, as the sums that S^T or dP^T begin with.
+
+    Added later they would be loaded behind the products, and wait for the operands that those read.
+    """
+    row = numbers.index(ring.slot(position)).load(gl.SliceLayout(0, layout))
+    return row[None, :] + gl.zeros([KEYS, p.TILE_M], gl.float32, layout)
+
+
+@gluon.jit
+def begin_scores(p, warpgroup: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr):
+    """Line 10: issues S^T = K Q^T, with the shifts; with a soft cap, without them."""
     q_ring.await_full(position)
+    start = gl.zeros([KEYS, p.TILE_M], gl.float32, layout)
+    if not p.SOFTCAP:
+        start = start_from(p, shifts, q_ring, position, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
-    s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dout_ring.await_full(position)
-    v = matrix(v_ring.buffer(tile, warpgroup))
-    dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-    shift = shifts.index(slot).load(numbers)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    q = matrix(q_ring.buffer(position, 0))
+    return warpgroup_mma(k, q.permute((1, 0)), start, use_acc=not p.SOFTCAP, is_async=True)
+
+
+@gluon.jit
+def probabilities(p, s, shifts, q_ring, position, layout: gl.constexpr):
+    """Line 11: (P^T, the tanh of the scores if there is a soft cap), of scores from `begin_scores`."""
+    capped = s
     if p.SOFTCAP:
-        s = tanh(s * p.cap_in)
-    probs = gl.exp2(s * p.unit - shift[None, :])
+        capped = tanh(s * p.cap_in)
+        s = capped + start_from(p, shifts, q_ring, position, layout)
+    return gl.exp2(s * p.unit), capped
+
+
+@gluon.jit
+def probabilities_and_ds(
+    p, warpgroup: gl.constexpr, s, position, tile, to_mask, entry, row, q_ring, dout_ring, v_ring, shifts, deltas,
+    s_layout: gl.constexpr,
+):  # fmt: skip
+    """Lines 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
+    dout_ring.await_full(position)
+    start = start_from(p, deltas, dout_ring, position, s_layout)
+    dout = matrix(dout_ring.buffer(position, 0))
+    v = matrix(v_ring.buffer(tile, warpgroup))
+    dp = warpgroup_mma(v, dout.permute((1, 0)), start, use_acc=True, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    probs, capped = probabilities(p, s, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row)
     if p.TILE_M > KEYS:  # P in float32 beside dP would not fit in registers
-        probs = probs.to(q.dtype)
-    delta = deltas.index(slot).load(numbers)
+        probs = probs.to(dout.dtype)
     dp, probs = warpgroup_mma_wait(0, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
-    ds = probs.to(gl.float32) * (dp - delta[None, :])
+    ds = probs.to(gl.float32) * dp
     if p.SOFTCAP:
-        ds *= 1 - s * s
-    return probs.to(q.dtype), ds.to(q.dtype)
+        ds *= 1 - capped * capped
+    return probs.to(dout.dtype), ds.to(dout.dtype)
 
 
 @gluon.jit
@@ -254,7 +276,7 @@ def compute_loop(
     """One warpgroup: KEYS keys of every tile.
 
     dQ of a step is computed in the next, also across tiles: by then the other warpgroup, which is about half a step
-    apart, has its dS.
+    apart, has its dS. It is added in the step after that, while S is computed.
     """
     DIM: gl.constexpr = dk_desc.block_shape[3]
     PART_M: gl.constexpr = p.TILE_M // 2 if p.TILE_M > KEYS else p.TILE_M
@@ -264,6 +286,7 @@ def compute_loop(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     dq_zero = gl.zeros([PART_M, PART_D], gl.float32, dq_layout)
+    dq = dq_zero
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
@@ -271,7 +294,8 @@ def compute_loop(
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     sums_ptr += warpgroup * (PART_M * PART_D)
-    dq_before = sums_ptr
+    dq_before = sums_ptr  # where dQ of the step before goes
+    dq_to = sums_ptr  # and that of the step before it, which is in dq
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
@@ -290,9 +314,12 @@ def compute_loop(
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
+                s = begin_scores(p, warpgroup, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                if position > first_step(q_ring) + 1:
+                    add_dq(dq, dq_to)
                 probs, ds = probabilities_and_ds(
-                    p, warpgroup, position, anew(tile), to_mask, entry, block * p.TILE_M,
-                    q_ring, dout_ring, k_ring, v_ring, shifts, deltas, s_layout,
+                    p, warpgroup, s, position, anew(tile), to_mask, entry, block * p.TILE_M,
+                    q_ring, dout_ring, v_ring, shifts, deltas, s_layout,
                 )  # fmt: skip
                 full = ds_ring.await_empty(position)
                 ds_ring.buffer(position, warpgroup).store(ds)
@@ -312,13 +339,12 @@ def compute_loop(
                 q_ring.release(position)
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
-                if position > first_step(q_ring):
-                    add_dq(dq, dq_before)
-                    if tile_before != tile:
-                        tma.store_wait(0)  # dK and dV of the tile before have left
-                        k_ring.release(tile_before)
-                        v_ring.release(tile_before)
+                if (position > first_step(q_ring)) & (tile_before != tile):
+                    tma.store_wait(0)  # dK and dV of the tile before have left
+                    k_ring.release(tile_before)
+                    v_ring.release(tile_before)
                 tile_before = tile
+                dq_to = dq_before
                 dq_before = dq_at
                 has = True
                 position += 1
@@ -331,6 +357,8 @@ def compute_loop(
         store_keys(dk_desc, buffer, dk * p.softmax_scale, batch, key, head_k)
         tile += 1
         entry += FIELDS
+    if position > first_step(q_ring) + 1:
+        add_dq(dq, dq_to)
     ds_ring.await_full(position - 1)
     dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))

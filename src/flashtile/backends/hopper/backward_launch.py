@@ -106,7 +106,8 @@ def begin_arguments(
     """The arguments of `begin_kernel` after the tensors."""
     return (
         *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()), spec.heads_q, spec.seqlen_q,
-        row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.head_dim_v, tiles.tile_m, tiles.head_dim,
+        row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.score_factors[0], spec.head_dim_v, tiles.tile_m,
+        tiles.head_dim,
     )  # fmt: skip
 
 

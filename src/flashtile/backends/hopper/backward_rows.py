@@ -7,8 +7,6 @@ shifts and the deltas · sums: (B, Hq, row_blocks, TILE_M * DIM) float32, dQ in 
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def place(row_blocks, heads_q):
@@ -20,11 +18,11 @@ def place(row_blocks, heads_q):
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks", "heads"])
 def begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, sums_ptr, stride_ob, stride_os, stride_oh,
-    stride_lb, stride_lh, stride_ls, heads_q, seqlen_q, row_blocks, heads,
+    stride_lb, stride_lh, stride_ls, heads_q, seqlen_q, row_blocks, heads, natural,
     DV: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Line 4 and zero for dQ: delta = rowsum(dO o O) - dlse, and lse in base 2, inf where a row sees no key or is none:
-    its P = exp2(s - inf) is then 0 by itself."""
+    """Line 4 and zero for dQ. The deltas, what dP begins with, are dlse - rowsum(dO o O); the shifts, what S begins
+    with, -lse in the units of S: -inf where a row sees no key or is none, so that its P is 0 by itself."""
     at, head, batch, block = place(row_blocks, heads_q)
     row = block * TILE_M + tl.arange(0, TILE_M)
     rows = row.to(tl.int64)
@@ -34,11 +32,11 @@ def begin_kernel(
     out = tl.load(out_ptr + ((batch * seqlen_q + rows) * heads_q + head)[:, None] * DV + dims[None, :], inside, 0.0)
     dout_ptr += batch * stride_ob + head * stride_oh
     dout = tl.load(dout_ptr + rows[:, None] * stride_os + dims[None, :], inside, 0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    delta = -tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + batch * stride_lb + head * stride_lh + rows * stride_ls, here, 0.0)
+        delta += tl.load(dlse_ptr + batch * stride_lb + head * stride_lh + rows * stride_ls, here, 0.0)
     lse = tl.load(lse_ptr + at.to(tl.int64) * seqlen_q + rows, here, float("-inf"))
-    shift = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    shift = tl.where(lse == float("-inf"), float("-inf"), -lse / natural)
     of_rows = at.to(tl.int64) * row_blocks * TILE_M + rows
     tl.store(rows_ptr + of_rows, shift)
     tl.store(rows_ptr + heads.to(tl.int64) * row_blocks * TILE_M + of_rows, delta)

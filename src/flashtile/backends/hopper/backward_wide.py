@@ -31,14 +31,17 @@ from .backward import (
     Problem,
     add_dq,
     anew,
+    begin_scores,
     first_step,
     load_loop,
     mask,
+    probabilities,
+    start_from,
     store_keys,
     turned,
 )
 from .channel import make_ring, ring_of
-from .tile import matrix, pass_turn, take_turn, tanh
+from .tile import matrix, pass_turn, take_turn
 
 
 @gluon.jit
@@ -58,7 +61,6 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
     dq_zero = gl.zeros([p.TILE_M, DIM // 2], gl.float32, dq_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
@@ -77,16 +79,10 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 block = turned(j, first, end, turn)
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 10 and 11
-                q_ring.await_full(position)
-                q = matrix(q_ring.buffer(position, 0))
-                k = matrix(k_ring.buffer(anew(tile), 0))
-                s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                shift = shifts.index(q_ring.slot(position)).load(gl.SliceLayout(0, s_layout))
+                s = begin_scores(p, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 s = warpgroup_mma_wait(0, deps=(s,))
+                probs, capped = probabilities(p, s, shifts, q_ring, position, s_layout)
                 q_ring.release(position)
-                if p.SOFTCAP:
-                    s = tanh(s * p.cap_in)
-                probs = gl.exp2(s * p.unit - shift[None, :])
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
@@ -94,7 +90,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                     probs = mask(p, probs, entry, 0, block * p.TILE_M)
                 given = probs
                 if p.SOFTCAP:
-                    given = probs * (1 - s * s)  # all that dS needs of the scores
+                    given = probs * (1 - capped * capped)  # all that dS needs of the scores
                 full = probs_ring.await_empty(position)
                 probs_ring.buffer(position, 0).store(given.to(dv_desc.dtype))
                 mbarrier.arrive(full)
@@ -136,7 +132,6 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
     dq_zero = gl.zeros([p.TILE_M, DIM // 2], gl.float32, dq_layout)
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
@@ -156,16 +151,16 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 13 and 14
                 dout_ring.await_full(position)
+                start = start_from(p, deltas, dout_ring, position, s_layout)
                 dout = matrix(dout_ring.buffer(position, 0))
                 v = matrix(v_ring.buffer(anew(tile), 0))
-                dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-                delta = deltas.index(q_ring.slot(position)).load(gl.SliceLayout(0, s_layout))
+                dp = warpgroup_mma(v, dout.permute((1, 0)), start, use_acc=True, is_async=True)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 dout_ring.release(position)
-                ds = (probs * (dp - delta[None, :])).to(dk_desc.dtype)
+                ds = (probs * dp).to(dk_desc.dtype)
                 full = ds_ring.await_empty(position)
                 ds_ring.buffer(position, 0).store(ds)
                 fence_async_shared()
