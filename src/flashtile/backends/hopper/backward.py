@@ -178,7 +178,7 @@ def dq_product(warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
 @gluon.jit
 def add_dq(dq, dq_ptr):
     """Adds a part of dQ to global memory, in the order in which the registers hold it: four numbers of a thread, then
-    the threads, then the next four; `dq_order` in launch.py puts it right."""
+    the threads, then the next four; `finish_kernel` puts it right."""
     M: gl.constexpr = dq.shape[0]
     D: gl.constexpr = dq.shape[1]
     # rows are (repeat, warp, half, lane // 4), columns (eight, lane % 4, parity)
@@ -194,6 +194,13 @@ def add_dq(dq, dq_ptr):
         "red.global.relaxed.gpu.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,f,f,f,f",
         [pointers, even_low, odd_low, even_high, odd_high], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def nowhere(p, sums_ptr, DIM: gl.constexpr):
+    """The block past the last of the sums: for what a program adds before it has a dQ. Adding is not left out, as the
+    compiler lets no product run over a branch."""
+    return sums_ptr + gl.to_tensor(p.heads).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
 
 
 @gluon.jit
@@ -214,22 +221,21 @@ def anew(position):
 
 
 @gluon.jit
-def start_from(p, numbers, ring, position, layout: gl.constexpr):
-    """(KEYS, TILE_M): the shifts or deltas of a step, as the sums that S^T or dP^T begin with.
+def row_numbers(p, numbers, ring, position, layout: gl.constexpr):
+    """(KEYS, TILE_M): the shifts or deltas of a step, once it is loaded.
 
-    Added later they would be loaded behind the products, and wait for the operands that those read.
+    To be called before products are issued: behind them a load waits for the operands that those read.
     """
+    ring.await_full(position)
     row = numbers.index(ring.slot(position)).load(gl.SliceLayout(0, layout))
-    return row[None, :] + gl.zeros([KEYS, p.TILE_M], gl.float32, layout)
+    everywhere, _ = gl.broadcast(row[None, :], gl.zeros([KEYS, p.TILE_M], gl.float32, layout))
+    return everywhere
 
 
 @gluon.jit
 def begin_scores(p, warpgroup: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr):
-    """Line 10: issues S^T = K Q^T, with the shifts; with a soft cap, without them."""
-    q_ring.await_full(position)
-    start = gl.zeros([KEYS, p.TILE_M], gl.float32, layout)
-    if not p.SOFTCAP:
-        start = start_from(p, shifts, q_ring, position, layout)
+    """Line 10: issues S^T = K Q^T, which starts from the shifts; with a soft cap, from 0."""
+    start = row_numbers(p, shifts, q_ring, position, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
     q = matrix(q_ring.buffer(position, 0))
     return warpgroup_mma(k, q.permute((1, 0)), start, use_acc=not p.SOFTCAP, is_async=True)
@@ -241,21 +247,20 @@ def probabilities(p, s, shifts, q_ring, position, layout: gl.constexpr):
     capped = s
     if p.SOFTCAP:
         capped = tanh(s * p.cap_in)
-        s = capped + start_from(p, shifts, q_ring, position, layout)
+        s = capped + row_numbers(p, shifts, q_ring, position, layout)
     return gl.exp2(s * p.unit), capped
 
 
 @gluon.jit
 def probabilities_and_ds(
-    p, warpgroup: gl.constexpr, s, position, tile, to_mask, entry, row, q_ring, dout_ring, v_ring, shifts, deltas,
+    p, warpgroup: gl.constexpr, s, delta, position, tile, to_mask, entry, row, q_ring, dout_ring, v_ring, shifts,
     s_layout: gl.constexpr,
 ):  # fmt: skip
     """Lines 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
-    dout_ring.await_full(position)
-    start = start_from(p, deltas, dout_ring, position, s_layout)
+    zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
     dout = matrix(dout_ring.buffer(position, 0))
     v = matrix(v_ring.buffer(tile, warpgroup))
-    dp = warpgroup_mma(v, dout.permute((1, 0)), start, use_acc=True, is_async=True)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     probs, capped = probabilities(p, s, shifts, q_ring, position, s_layout)
     if to_mask:
@@ -263,7 +268,7 @@ def probabilities_and_ds(
     if p.TILE_M > KEYS:  # P in float32 beside dP would not fit in registers
         probs = probs.to(dout.dtype)
     dp, probs = warpgroup_mma_wait(0, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
-    ds = probs.to(gl.float32) * dp
+    ds = probs.to(gl.float32) * (dp + delta)
     if p.SOFTCAP:
         ds *= 1 - capped * capped
     return probs.to(dout.dtype), ds.to(dout.dtype)
@@ -294,8 +299,8 @@ def compute_loop(
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     sums_ptr += warpgroup * (PART_M * PART_D)
-    dq_before = sums_ptr  # where dQ of the step before goes
-    dq_to = sums_ptr  # and that of the step before it, which is in dq
+    dq_before = nowhere(p, sums_ptr, DIM)  # where dQ of the step before goes
+    dq_to = nowhere(p, sums_ptr, DIM)  # and that of the step before it, which is in dq; a value of its own, as above
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
@@ -314,12 +319,12 @@ def compute_loop(
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
+                delta = row_numbers(p, deltas, dout_ring, position, s_layout)
                 s = begin_scores(p, warpgroup, position, anew(tile), q_ring, k_ring, shifts, s_layout)
-                if position > first_step(q_ring) + 1:
-                    add_dq(dq, dq_to)
+                add_dq(dq, dq_to)
                 probs, ds = probabilities_and_ds(
-                    p, warpgroup, s, position, anew(tile), to_mask, entry, block * p.TILE_M,
-                    q_ring, dout_ring, v_ring, shifts, deltas, s_layout,
+                    p, warpgroup, s, delta, position, anew(tile), to_mask, entry, block * p.TILE_M,
+                    q_ring, dout_ring, v_ring, shifts, s_layout,
                 )  # fmt: skip
                 full = ds_ring.await_empty(position)
                 ds_ring.buffer(position, warpgroup).store(ds)
@@ -357,8 +362,7 @@ def compute_loop(
         store_keys(dk_desc, buffer, dk * p.softmax_scale, batch, key, head_k)
         tile += 1
         entry += FIELDS
-    if position > first_step(q_ring) + 1:
-        add_dq(dq, dq_to)
+    add_dq(dq, dq_to)
     ds_ring.await_full(position - 1)
     dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
