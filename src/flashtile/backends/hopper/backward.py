@@ -291,7 +291,6 @@ def compute_loop(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     dq_zero = gl.zeros([PART_M, PART_D], gl.float32, dq_layout)
-    dq = dq_zero
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
@@ -300,7 +299,6 @@ def compute_loop(
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     sums_ptr += warpgroup * (PART_M * PART_D)
     dq_before = nowhere(p, sums_ptr, DIM)  # where dQ of the step before goes
-    dq_to = nowhere(p, sums_ptr, DIM)  # and that of the step before it, which is in dq; a value of its own, as above
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
@@ -321,7 +319,6 @@ def compute_loop(
                     to_mask |= block >= gl.load(entry + FULL_END)
                 delta = row_numbers(p, deltas, dout_ring, position, s_layout)
                 s = begin_scores(p, warpgroup, position, anew(tile), q_ring, k_ring, shifts, s_layout)
-                add_dq(dq, dq_to)
                 probs, ds = probabilities_and_ds(
                     p, warpgroup, s, delta, position, anew(tile), to_mask, entry, block * p.TILE_M,
                     q_ring, dout_ring, v_ring, shifts, s_layout,
@@ -344,12 +341,13 @@ def compute_loop(
                 q_ring.release(position)
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
-                if (position > first_step(q_ring)) & (tile_before != tile):
-                    tma.store_wait(0)  # dK and dV of the tile before have left
-                    k_ring.release(tile_before)
-                    v_ring.release(tile_before)
+                if position > first_step(q_ring):
+                    add_dq(dq, dq_before)
+                    if tile_before != tile:
+                        tma.store_wait(0)  # dK and dV of the tile before have left
+                        k_ring.release(tile_before)
+                        v_ring.release(tile_before)
                 tile_before = tile
-                dq_to = dq_before
                 dq_before = dq_at
                 has = True
                 position += 1
@@ -362,7 +360,6 @@ def compute_loop(
         store_keys(dk_desc, buffer, dk * p.softmax_scale, batch, key, head_k)
         tile += 1
         entry += FIELDS
-    add_dq(dq, dq_to)
     ds_ring.await_full(position - 1)
     dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
