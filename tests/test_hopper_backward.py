@@ -40,7 +40,7 @@ def backward_on_cpu(
     rows[0] = float("-inf")
     rows[0, :, :, : case.seqlen_q] = torch.where(lse == float("-inf"), lse, -lse / case.score_factors[0])
     rows[1, :, :, : case.seqlen_q] = dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2)
-    sums = torch.zeros((case.batch * case.heads_q * padded + tiles.tile_m) * tiles.head_dim)
+    sums = torch.zeros(case.batch * case.heads_q * padded * tiles.head_dim)
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     matrices = (q, dout, k, v, dk, dv)
     descriptors = [
@@ -54,7 +54,7 @@ def backward_on_cpu(
     pointers = gluon_on_cpu.Pointer(sums), gluon_on_cpu.Pointer(table.flatten())
     gluon_on_cpu.run(kernel, len(table), (*descriptors, of_rows, *pointers, *scalars))
     parts = (2, 1) if tiles.tile_m > tiles.box_keys else (1, 2)
-    return in_order(sums[: -tiles.tile_m * tiles.head_dim], case, tiles, blocks, parts), dk, dv
+    return in_order(sums, case, tiles, blocks, parts), dk, dv
 
 
 def in_order(sums, case, tiles, blocks, parts):

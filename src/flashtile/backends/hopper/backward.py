@@ -197,13 +197,6 @@ def add_dq(dq, dq_ptr):
 
 
 @gluon.jit
-def nowhere(p, sums_ptr, DIM: gl.constexpr):
-    """The block past the last of the sums: for what a program adds before it has a dQ. Adding is not left out, as the
-    compiler lets no product run over a branch."""
-    return sums_ptr + gl.to_tensor(p.heads).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
-
-
-@gluon.jit
 def store_keys(desc, buffer, x, batch, key, head):
     """Line 18: a warpgroup's dK or dV, by way of the K or V that it takes the place of."""
     matrix(buffer).store(x.to(desc.dtype))
@@ -222,11 +215,7 @@ def anew(position):
 
 @gluon.jit
 def row_numbers(p, numbers, ring, position, layout: gl.constexpr):
-    """(KEYS, TILE_M): the shifts or deltas of a step, once it is loaded.
-
-    To be called before products are issued: behind them a load waits for the operands that those read.
-    """
-    ring.await_full(position)
+    """(KEYS, TILE_M): the shifts or deltas of a step, which is loaded."""
     row = numbers.index(ring.slot(position)).load(gl.SliceLayout(0, layout))
     everywhere, _ = gl.broadcast(row[None, :], gl.zeros([KEYS, p.TILE_M], gl.float32, layout))
     return everywhere
@@ -234,7 +223,11 @@ def row_numbers(p, numbers, ring, position, layout: gl.constexpr):
 
 @gluon.jit
 def begin_scores(p, warpgroup: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr):
-    """Line 10: issues S^T = K Q^T, which starts from the shifts; with a soft cap, from 0."""
+    """Line 10: issues S^T = K Q^T, which starts from the shifts; with a soft cap, from 0.
+
+    The shifts are loaded first, as behind products a load waits for the operands that those read.
+    """
+    q_ring.await_full(position)
     start = row_numbers(p, shifts, q_ring, position, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
     q = matrix(q_ring.buffer(position, 0))
@@ -253,11 +246,12 @@ def probabilities(p, s, shifts, q_ring, position, layout: gl.constexpr):
 
 @gluon.jit
 def probabilities_and_ds(
-    p, warpgroup: gl.constexpr, s, delta, position, tile, to_mask, entry, row, q_ring, dout_ring, v_ring, shifts,
+    p, warpgroup: gl.constexpr, s, position, tile, to_mask, entry, row, q_ring, dout_ring, v_ring, shifts, deltas,
     s_layout: gl.constexpr,
 ):  # fmt: skip
     """Lines 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
     zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
+    dout_ring.await_full(position)
     dout = matrix(dout_ring.buffer(position, 0))
     v = matrix(v_ring.buffer(tile, warpgroup))
     dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -265,6 +259,7 @@ def probabilities_and_ds(
     probs, capped = probabilities(p, s, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row)
+    delta = row_numbers(p, deltas, dout_ring, position, s_layout)
     if p.TILE_M > KEYS:  # P in float32 beside dP would not fit in registers
         probs = probs.to(dout.dtype)
     dp, probs = warpgroup_mma_wait(0, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
@@ -281,7 +276,7 @@ def compute_loop(
     """One warpgroup: KEYS keys of every tile.
 
     dQ of a step is computed in the next, also across tiles: by then the other warpgroup, which is about half a step
-    apart, has its dS. It is added in the step after that, while S is computed.
+    apart, has its dS.
     """
     DIM: gl.constexpr = dk_desc.block_shape[3]
     PART_M: gl.constexpr = p.TILE_M // 2 if p.TILE_M > KEYS else p.TILE_M
@@ -298,7 +293,7 @@ def compute_loop(
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     sums_ptr += warpgroup * (PART_M * PART_D)
-    dq_before = nowhere(p, sums_ptr, DIM)  # where dQ of the step before goes
+    dq_before = sums_ptr
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
@@ -317,11 +312,10 @@ def compute_loop(
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
-                delta = row_numbers(p, deltas, dout_ring, position, s_layout)
                 s = begin_scores(p, warpgroup, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 probs, ds = probabilities_and_ds(
-                    p, warpgroup, s, delta, position, anew(tile), to_mask, entry, block * p.TILE_M,
-                    q_ring, dout_ring, v_ring, shifts, s_layout,
+                    p, warpgroup, s, position, anew(tile), to_mask, entry, block * p.TILE_M,
+                    q_ring, dout_ring, v_ring, shifts, deltas, s_layout,
                 )  # fmt: skip
                 full = ds_ring.await_empty(position)
                 ds_ring.buffer(position, warpgroup).store(ds)

@@ -139,7 +139,7 @@ def backward(
     tiles = config.choose_backward(spec)
     heads, blocks = spec.batch * spec.heads_q, row_blocks(spec, tiles)
     rows = q.new_empty((2 * heads * blocks * tiles.tile_m,), dtype=torch.float32)
-    sums = q.new_empty(((heads * blocks + 1) * tiles.tile_m * tiles.head_dim,), dtype=torch.float32)
+    sums = q.new_empty((heads * blocks * tiles.tile_m * tiles.head_dim,), dtype=torch.float32)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     BEGIN(spec, (out, dout, lse, dlse), (rows, sums))
     MAIN(spec, (q, dout, k, v), (dk, dv, rows, sums))

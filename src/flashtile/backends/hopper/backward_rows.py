@@ -1,8 +1,7 @@
 """What the backward pass does for each row of queries before and after its main kernel, in plain Triton.
 
 Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
-shifts and the deltas · sums: (B * Hq * row_blocks + 1, TILE_M * DIM) float32, dQ in the order of `add_dq` in
-backward.py, and one block that is not read.
+shifts and the deltas · sums: (B, Hq, row_blocks, TILE_M * DIM) float32, dQ in the order of `add_dq` in backward.py.
 """
 
 import triton

@@ -150,6 +150,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 block = turned(j, first, end, turn)
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 13 and 14
+                dout_ring.await_full(position)
                 start = row_numbers(p, deltas, dout_ring, position, s_layout)
                 dout = matrix(dout_ring.buffer(position, 0))
                 v = matrix(v_ring.buffer(anew(tile), 0))
