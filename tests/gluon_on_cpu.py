@@ -8,7 +8,9 @@ still, for which `run` has a time limit. Layouts, registers and the memory model
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
 import random
 import sys
 import threading
@@ -121,6 +123,9 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.view.view(shape))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
+        return Shared(self.view.view(dtype).flatten()[: math.prod(shape)].view(shape))
+
     def load(self, _layout: Any) -> Registers:
         return registers(self.view.clone())
 
@@ -216,14 +221,15 @@ def load_async(descriptor: Descriptor, coordinates: list[Any], barrier: Barrier,
     in_a_moment(copy)
 
 
-def store_async(descriptor: Descriptor, coordinates: list[Any], buffer: Shared) -> None:
+def store_async(descriptor: Descriptor, coordinates: list[Any], buffer: Shared, add: bool = False) -> None:
     outer, inner = descriptor.corner(coordinates)
     done = threading.Event()
     HERE.copies.append(done)
     HERE.program.stores.append(done)
 
     def copy() -> None:
-        descriptor.tensor[outer] = buffer.view[inner]
+        with LOCK:
+            descriptor.tensor[outer] = buffer.view[inner] + (descriptor.tensor[outer] if add else 0)
         done.set()
         with LOCK:
             LOCK.notify_all()
@@ -403,7 +409,10 @@ def _modules() -> dict[str, ModuleType]:
 
     gluon = "triton.experimental.gluon"
     language = Language
-    tma = SimpleNamespace(async_load=load_async, async_store=store_async, store_wait=store_wait)
+    tma = SimpleNamespace(
+        async_load=load_async, async_store=store_async, store_wait=store_wait,
+        async_atomic_add=functools.partial(store_async, add=True),
+    )  # fmt: skip
     hopper = module(
         gluon + ".language.nvidia.hopper", tma=tma, mbarrier=MBarrier, warpgroup_mma=warpgroup_mma,
         warpgroup_mma_wait=warpgroup_mma_wait, fence_async_shared=lambda: None,

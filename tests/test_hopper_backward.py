@@ -51,8 +51,15 @@ def backward_on_cpu(
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
     name = backward_launch.kernel_of(tiles).__name__
     kernel = getattr(gluon_on_cpu.load("backward_wide" if tiles.wide else "backward"), name)
-    pointers = gluon_on_cpu.Pointer(sums), gluon_on_cpu.Pointer(table.flatten())
-    gluon_on_cpu.run(kernel, len(table), (*descriptors, of_rows, *pointers, *scalars))
+    if tiles.wide:
+        of_sums = gluon_on_cpu.Pointer(sums)
+    else:
+        of_sums = gluon_on_cpu.Descriptor(
+            sums.view(-1, backward_launch.SUMS_WIDTH), list(backward_launch.sums_box(tiles))
+        )
+    gluon_on_cpu.run(
+        kernel, len(table), (*descriptors, of_rows, of_sums, gluon_on_cpu.Pointer(table.flatten()), *scalars)
+    )
     parts = (2, 1) if tiles.tile_m > tiles.box_keys else (1, 2)
     return in_order(sums, case, tiles, blocks, parts), dk, dv
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import make_ring, ring_of
-from .compat import aggregate, load_async, store_async
+from .compat import add_async, aggregate, load_async, store_async
 from .tile import matrix, pass_turn, take_turn, tanh
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
@@ -176,29 +176,32 @@ def dq_product(warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
 
 
 @gluon.jit
-def add_dq(dq, dq_ptr):
-    """Adds a part of dQ to global memory, in the order in which the registers hold it: four numbers of a thread, then
-    the threads, then the next four; `finish_kernel` puts it right."""
+def by_thread(dq):
+    """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
     M: gl.constexpr = dq.shape[0]
     D: gl.constexpr = dq.shape[1]
     # rows are (repeat, warp, half, lane // 4), columns (eight, lane % 4, parity)
-    x = dq.reshape([M // 64, 4, 2, 8, D // 8, 4, 2]).permute((1, 3, 5, 0, 4, 2, 6)).reshape([128, M * D // 512, 2, 2])
-    even, odd = gl.split(x)
-    even_low, even_high = gl.split(even)
-    odd_low, odd_high = gl.split(odd)
-    layout: gl.constexpr = even_low.type.layout
-    thread = gl.arange(0, 128, gl.SliceLayout(1, layout))
-    four = gl.arange(0, M * D // 512, gl.SliceLayout(0, layout))
-    pointers = (dq_ptr + (thread[:, None] * 4 + four[None, :] * 512)).to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(
-        "red.global.relaxed.gpu.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,f,f,f,f",
-        [pointers, even_low, odd_low, even_high, odd_high], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    x = dq.reshape([M // 64, 4, 2, 8, D // 8, 4, 2]).permute((1, 3, 5, 0, 4, 2, 6))
+    return x.reshape([128, M * D // 512, 2, 2])
+
+
+@gluon.jit
+def add_dq(dq, sums_desc, buffer, row):
+    """Adds a part of dQ to the sums: four numbers of each thread, then the next four; `finish_kernel` puts it right.
+
+    By way of shared memory: reductions from registers keep the loads of the next step waiting.
+    """
+    x = by_thread(dq)
+    tma.store_wait(0)
+    buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
+    fence_async_shared()
+    add_async(sums_desc, [row, 0], buffer)
 
 
 @gluon.jit
 def store_keys(desc, buffer, x, batch, key, head):
-    """Line 18: a warpgroup's dK or dV, by way of the K or V that it takes the place of."""
+    """Line 18: a warpgroup's dK or dV, by way of a buffer."""
+    tma.store_wait(0)
     matrix(buffer).store(x.to(desc.dtype))
     fence_async_shared()
     store_async(desc, [batch, key, head, 0], buffer)
@@ -271,7 +274,8 @@ def probabilities_and_ds(
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas
+    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers,
+    shifts, deltas,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
@@ -292,8 +296,10 @@ def compute_loop(
     position = first_step(q_ring)
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
-    sums_ptr += warpgroup * (PART_M * PART_D)
-    dq_before = sums_ptr
+    SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
+    sums_buffer = out_buffers.index(warpgroup)
+    keys_buffer = sums_buffer._reinterpret(dk_desc.dtype, dk_desc.block_shape, dk_desc.layout)
+    sums_row = 0  # of the step before
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
@@ -305,10 +311,8 @@ def compute_loop(
         v_ring.await_full(tile)
         has = False
         for i in range(p.group):
-            of_head = sums_ptr + (head + i).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
             for j in range(first, end):
                 block = turned(j, first, end, turn)
-                dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
@@ -336,36 +340,33 @@ def compute_loop(
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
-                    add_dq(dq, dq_before)
+                    add_dq(dq, sums_desc, sums_buffer, sums_row)
                     if tile_before != tile:
-                        tma.store_wait(0)  # dK and dV of the tile before have left
                         k_ring.release(tile_before)
-                        v_ring.release(tile_before)
                 tile_before = tile
-                dq_before = dq_at
+                sums_row = (((head + i) * p.row_blocks + block) * WARPGROUPS + warpgroup) * SUMS_ROWS
                 has = True
                 position += 1
-        # line 18, both by way of this warpgroup's V: the other's dQ may still read K
+        v_ring.release(tile)
+        # line 18
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
-        buffer = v_ring.buffer(tile, warpgroup)
-        store_keys(dv_desc, buffer, dv, batch, key, head_k)
-        tma.store_wait(0)
-        store_keys(dk_desc, buffer, dk * p.softmax_scale, batch, key, head_k)
+        store_keys(dv_desc, keys_buffer, dv, batch, key, head_k)
+        store_keys(dk_desc, keys_buffer, dk * p.softmax_scale, batch, key, head_k)
         tile += 1
         entry += FIELDS
     ds_ring.await_full(position - 1)
     dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    add_dq(dq, dq_before)
+    add_dq(dq, sums_desc, sums_buffer, sums_row)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
 def backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_ptr, schedule_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
-    TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+    TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -375,18 +376,21 @@ def backward_kernel(
     q_ring = make_ring(q_desc, STAGES, 1, WARPGROUPS)
     dout_ring = make_ring(dout_desc, STAGES, 1, WARPGROUPS)
     k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS, WARPGROUPS)
-    v_ring = make_ring(v_desc, KEY_STAGES, WARPGROUPS, WARPGROUPS)
+    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS, WARPGROUPS)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
+    out_buffers = gl.allocate_shared_memory(
+        gl.float32, [WARPGROUPS, sums_desc.block_shape[0], sums_desc.block_shape[1]], sums_desc.layout
+    )
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (compute_loop, (0, p, dk_desc, dv_desc, sums_ptr,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas)),
-        (compute_loop, (1, p, dk_desc, dv_desc, sums_ptr,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, shifts, deltas)),
+        (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas)),
+        (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -37,6 +37,20 @@ def rows_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
+@functools.cache
+def sums_layout() -> gl.NVMMASharedLayout:
+    """How a part of dQ lies in shared memory on its way to the sums."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+SUMS_WIDTH = 256  # as wide as a copy may be
+
+
+def sums_box(tiles: config.BackwardTiles) -> tuple[int, int]:
+    """One warpgroup's part of dQ of a step, in rows of the sums."""
+    return tiles.tile_m * tiles.head_dim // 2 // SUMS_WIDTH, SUMS_WIDTH
+
+
 def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
     """The blocks in which q, dout, k, v, dk and dv are copied."""
     queries, keys = (tiles.tile_m, 1, tiles.head_dim), (tiles.box_keys, 1, tiles.head_dim)
@@ -65,9 +79,16 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
     return (
         spec.heads_q, spec.group, row_blocks(spec, tiles), spec.batch * spec.heads_q, rounds,
         factor * LOG2E, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
+        tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
+
+
+def describe_sums(sums: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor:
+    """The sums of dQ in the blocks in which they are added to."""
+    shape = [sums.numel() // SUMS_WIDTH, SUMS_WIDTH]
+    return TensorDescriptor(sums, shape, [SUMS_WIDTH, 1], list(sums_box(tiles)), sums_layout())
 
 
 class BackwardKernel(Launcher):
@@ -79,8 +100,12 @@ class BackwardKernel(Launcher):
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
         programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
         tiles_of = table(spec, tiles, programs).to(rows.device)
-        described = (*map(describe, matrices, boxes(tiles)), of_rows)
-        arguments = (*described, sums, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
+        described = (
+            *map(describe, matrices, boxes(tiles)),
+            of_rows,
+            sums if tiles.wide else describe_sums(sums, tiles),
+        )
+        arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), OPTIONS)
 
 

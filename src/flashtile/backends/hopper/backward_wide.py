@@ -29,9 +29,9 @@ from .backward import (
     KEYS,
     TURN,
     Problem,
-    add_dq,
     anew,
     begin_scores,
+    by_thread,
     first_step,
     load_loop,
     mask,
@@ -42,6 +42,23 @@ from .backward import (
 )
 from .channel import make_ring, ring_of
 from .tile import matrix, pass_turn, take_turn
+
+
+@gluon.jit
+def add_from_registers(dq, dq_ptr):
+    """Adds a part of dQ to the sums, as `add_dq` of backward.py does, for whose buffer there is no shared memory."""
+    x = by_thread(dq)
+    even, odd = gl.split(x)
+    even_low, even_high = gl.split(even)
+    odd_low, odd_high = gl.split(odd)
+    layout: gl.constexpr = even_low.type.layout
+    thread = gl.arange(0, 128, gl.SliceLayout(1, layout))
+    four = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    pointers = (dq_ptr + (thread[:, None] * 4 + four[None, :] * 512)).to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(
+        "red.global.relaxed.gpu.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;", "=r,l,f,f,f,f",
+        [pointers, even_low, odd_low, even_high, odd_high], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -105,7 +122,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=has)
                 if has:
-                    add_dq(dq, dq_before)
+                    add_from_registers(dq, dq_before)
                 dq_before = dq_at
                 has = True
                 position += 1
@@ -113,7 +130,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
         dq = dq_half(0, ds_ring, position - 1, k_ring, tile, dq_zero)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         ds_ring.release(position - 1)
-        add_dq(dq, dq_before)
+        add_from_registers(dq, dq_before)
         pass_turn(0, 2)  # the second may write over K, as this one over V, with whose last dP it is done
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_keys(dv_desc, v_ring.buffer(tile, 0), dv, batch, key, head_k)
@@ -174,7 +191,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
                 q_ring.release(position)
                 ds_ring.release(position)
-                add_dq(dq, dq_at)
+                add_from_registers(dq, dq_at)
                 has = True
                 position += 1
         take_turn(1)
@@ -191,7 +208,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
 def wide_backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_ptr, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
-    TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+    TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -201,7 +218,7 @@ def wide_backward_kernel(
     q_ring = make_ring(q_desc, STAGES, 1, 2)
     dout_ring = make_ring(dout_desc, STAGES, 1, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, 1, 2)
-    v_ring = make_ring(v_desc, KEY_STAGES, 1, 2)
+    v_ring = make_ring(v_desc, VALUE_STAGES, 1, 2)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)

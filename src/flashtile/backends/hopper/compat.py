@@ -7,3 +7,15 @@ from triton.language import core
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+if hasattr(tma, "async_atomic_add"):
+    add_async = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def add_async(tensor_desc, coord, src, _semantic=None):
+        """A copy from shared memory that adds to what is there: 3.6 has it without a Python function."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)

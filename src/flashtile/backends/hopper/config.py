@@ -74,6 +74,7 @@ class BackwardTiles:
     tile_m: int
     stages: int
     key_stages: int
+    value_stages: int
     compute_registers: int = 240
     load_registers: int = 24
     box_keys: int = 64  # rows of one wgmma
@@ -99,14 +100,15 @@ class BackwardTiles:
     @property
     def shared_bytes(self) -> int:
         rows = 2 * self.stages * (2 * self.tile_m * self.head_dim + 4 * self.tile_m)  # Q and dO, shifts and deltas
-        keys = 2 * self.key_stages * 2 * self.keys * self.head_dim
+        keys = 2 * (self.key_stages + self.value_stages) * self.keys * self.head_dim
         scores = (3 if self.wide else 2) * 2 * self.keys * self.tile_m  # dS twice, and P
-        return rows + keys + scores + 32 * (self.stages + self.key_stages) + 64
+        dq = 0 if self.wide else 4 * self.tile_m * self.head_dim  # on its way out
+        return rows + keys + scores + dq + 32 * (self.stages + self.key_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(64, tile_m=64, stages=2, key_stages=2)
-BACKWARD_D128 = BackwardTiles(128, tile_m=64, stages=2, key_stages=2)
-BACKWARD_D256 = BackwardTiles(256, tile_m=64, stages=2, key_stages=1)
+BACKWARD_D64 = BackwardTiles(64, tile_m=64, stages=2, key_stages=2, value_stages=2)
+BACKWARD_D128 = BackwardTiles(128, tile_m=64, stages=2, key_stages=2, value_stages=1)
+BACKWARD_D256 = BackwardTiles(256, tile_m=64, stages=2, key_stages=1, value_stages=1)
 
 
 def choose_backward(spec: AttentionSpec) -> BackwardTiles:
