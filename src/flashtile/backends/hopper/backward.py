@@ -328,21 +328,22 @@ def compute_loop(
                 if warpgroup == 0:
                     if position == first_step(q_ring):
                         pass_turn(0, WARPGROUPS)
-                # lines 12 and 16, and line 15 of the step before
+                # line 15 of the step before, and lines 12 and 16, under which its dQ leaves
+                ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
+                dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
                 dout = matrix(dout_ring.buffer(position, 0))
                 dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
                 q = matrix(q_ring.buffer(position, 0))
                 dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
-                ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
-                dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
-                dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
-                q_ring.release(position)
-                dout_ring.release(position)
+                dq = warpgroup_mma_wait(2, deps=(dq,))
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
                     add_dq(dq, sums_desc, sums_buffer, sums_row)
                     if tile_before != tile:
                         k_ring.release(tile_before)
+                dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+                q_ring.release(position)
+                dout_ring.release(position)
                 tile_before = tile
                 sums_row = (((head + i) * p.row_blocks + block) * WARPGROUPS + warpgroup) * SUMS_ROWS
                 has = True
