@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import make_ring, ring_of
-from .compat import add_async, aggregate, load_async, store_async
+from .compat import add_async, aggregate, load_async, seen_as, store_async
 from .tile import matrix, pass_turn, take_turn, tanh
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
@@ -298,7 +298,7 @@ def compute_loop(
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
     sums_buffer = out_buffers.index(warpgroup)
-    keys_buffer = sums_buffer._reinterpret(dk_desc.dtype, dk_desc.block_shape, dk_desc.layout)
+    keys_buffer = seen_as(sums_buffer, dk_desc)
     sums_row = 0  # of the step before
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:

@@ -1,6 +1,7 @@
 """What differs between the Gluon of Triton 3.6 and of later releases, under one name each."""
 
 from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
@@ -16,6 +17,21 @@ else:
 
     @builtin
     def add_async(tensor_desc, coord, src, _semantic=None):
-        """A copy from shared memory that adds to what is there: 3.6 has it without a Python function."""
+        """A copy from shared memory that adds to what is there; in 3.6 it has no Python function."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def seen_as(buffer, desc):
+        """Shared memory as a block of another descriptor."""
+        return buffer.reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+else:
+
+    @gluon.jit
+    def seen_as(buffer, desc):
+        """Shared memory as a block of another descriptor."""
+        return buffer._reinterpret(desc.dtype, desc.block_shape, desc.layout)
