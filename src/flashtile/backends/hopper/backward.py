@@ -275,7 +275,7 @@ def probabilities_and_ds(
 @gluon.jit
 def compute_loop(
     warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers,
-    shifts, deltas,
+    shifts, deltas, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
@@ -328,14 +328,18 @@ def compute_loop(
                 if warpgroup == 0:
                     if position == first_step(q_ring):
                         pass_turn(0, WARPGROUPS)
-                # line 15 of the step before, and lines 12 and 16, under which its dQ leaves
+                # lines 12 and 16, and line 15 of the step before, whose dQ leaves while the last products run
+                dout = matrix(dout_ring.buffer(position, 0))
+                left = gl.convert_layout(probs, p_layout)
+                if DV_FIRST:
+                    dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
                 ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
                 dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
-                dout = matrix(dout_ring.buffer(position, 0))
-                dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
+                if not DV_FIRST:
+                    dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
                 q = matrix(q_ring.buffer(position, 0))
                 dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
-                dq = warpgroup_mma_wait(2, deps=(dq,))
+                dq = warpgroup_mma_wait(1 if DV_FIRST else 2, deps=(dq,))
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
                     add_dq(dq, sums_desc, sums_buffer, sums_row)
@@ -368,7 +372,7 @@ def backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    DV_FIRST: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, one warp in `load_loop`."""
@@ -389,9 +393,9 @@ def backward_kernel(
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
         (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas)),
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas, DV_FIRST)),
         (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas)),
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas, DV_FIRST)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
