@@ -1,0 +1,119 @@
+"""How Flash-Decoding runs on each architecture: blocks of keys, warps, loads in flight, programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...cache import CachedCall
+from ...spec import AttentionSpec
+from .config import table_of
+
+MANY_ROWS = 64  # of a tile at most: what registers hold beside a block of keys
+FEW_ROWS = 16  # the least that the matrix units take
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Blocks of tile_n keys on num_warps warps, num_stages deep in flight, `programs` of them on a multiprocessor.
+
+    least: blocks of a program's share, below which more programs are not worth what merging costs.
+    """
+
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    least: int
+
+    def __post_init__(self) -> None:
+        for name in ("tile_n", "num_warps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value <= 0 or value & (value - 1):
+                raise ValueError(f"{name}: got {value!r}; want a power of two")
+        if self.tile_n < 16:
+            raise ValueError(f"tile_n: got {self.tile_n}; the matrix units want 16 at least")
+        for name in ("num_stages", "programs", "least"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: got {value!r}; want 1 or more")
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Triton's launch options; multiply-add fusion is named because its default differs between releases."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+
+class Key(NamedTuple):
+    """What the best tiles depend on: bytes per element of the cache, the head dim's tile, more than FEW_ROWS rows."""
+
+    itemsize: int
+    dim: int  # 64, 128 or 256: the power of two that holds D and Dv
+    many_rows: bool
+
+    @staticmethod
+    def of(call: CachedCall) -> Key:
+        dim = max(64, 1 << (max(call.spec.head_dim, call.spec.head_dim_v) - 1).bit_length())
+        return Key(call.cache.k.dtype.itemsize, dim, tile_m(call.spec) > FEW_ROWS)
+
+
+def tile_m(spec: AttentionSpec) -> int:
+    """Rows of a tile: the queries of a group, so far as registers hold them; a wide head leaves room for few."""
+    rows = spec.seqlen_q * spec.group
+    wide = max(spec.head_dim, spec.head_dim_v) > 128
+    return FEW_ROWS if wide else min(MANY_ROWS, max(FEW_ROWS, 1 << (rows - 1).bit_length()))
+
+
+Table = dict[Key, DecodeTiles]
+
+
+def _table(few: dict[tuple[int, int], DecodeTiles], many: dict[tuple[int, int], DecodeTiles]) -> Table:
+    """A table from (itemsize, dim): the tiles for few rows, and where they differ for many."""
+    return {Key(*key, rows): (many if rows and key in many else few)[key] for rows in (False, True) for key in few}
+
+
+# Not measured yet. A multiprocessor's share of an H200's 4.8 TB/s is 36 bytes a nanosecond, and a load under way takes
+# about one microsecond: 36 KB must be in flight, and three times that leaves room for what is uneven. A block of 64
+# keys at D 128 is 32 KiB of K and V in 16 bits; with 3 stages two of them are in flight, in each of two programs.
+SM_90 = _table(
+    {
+        (1, 64): DecodeTiles(128, 4, 4, 2, 4),
+        (1, 128): DecodeTiles(64, 4, 4, 2, 4),
+        (1, 256): DecodeTiles(32, 4, 4, 2, 8),
+        (2, 64): DecodeTiles(128, 4, 3, 2, 2),
+        (2, 128): DecodeTiles(64, 4, 3, 2, 4),
+        (2, 256): DecodeTiles(32, 4, 3, 2, 8),
+        (4, 64): DecodeTiles(64, 4, 3, 2, 4),
+        (4, 128): DecodeTiles(32, 8, 4, 2, 8),
+        (4, 256): DecodeTiles(16, 8, 3, 2, 16),
+    },
+    {
+        (1, 64): DecodeTiles(64, 8, 4, 2, 4),
+        (1, 128): DecodeTiles(64, 8, 4, 2, 4),
+        (2, 64): DecodeTiles(64, 8, 3, 2, 4),
+        (2, 128): DecodeTiles(64, 8, 3, 1, 4),
+        (4, 64): DecodeTiles(32, 8, 3, 2, 8),
+        (4, 128): DecodeTiles(32, 8, 2, 2, 8),
+    },
+)
+
+# Not measured: tiles that neither spill nor exceed the shared memory (163 KiB, 99 KiB, 64 KiB, 64 KiB) when compiled
+# ahead of time.
+SM_80 = SM_90
+SMALL = _table(
+    {(itemsize, dim): DecodeTiles(32 if dim > 128 else 64, 8, 2, 2, 4) for itemsize in (1, 2) for dim in (64, 128, 256)}
+    | {(4, dim): DecodeTiles(16 if dim > 128 else 32, 8, 2, 2, 8) for dim in (64, 128, 256)},
+    {},
+)
+
+# Small, so that small caches have many blocks, and tasks that are split.
+INTERPRETER = _table({(size, dim): DecodeTiles(16, 1, 1, 5, 1) for size in (1, 2, 4) for dim in (64, 128, 256)}, {})
+
+TABLES = {
+    "sm_80": SM_80, "sm_90": SM_90, "sm_120": SMALL, "gfx942": SMALL, "gfx1201": SMALL, "interpreter": INTERPRETER,
+}  # fmt: skip
+
+
+def choose(call: CachedCall, arch: str) -> DecodeTiles:
+    """The tiles for a call on `arch`."""
+    return TABLES[table_of(arch)][Key.of(call)]
