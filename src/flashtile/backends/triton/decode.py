@@ -18,6 +18,9 @@ import triton.language as tl
 
 from .tile import LN2, LOG2E, softmax_step, tanh
 
+EXPONENT = tl.constexpr(0x7F800000)  # the bits of a float32's
+FLOAT32_TINY = tl.constexpr(2.0**-126)
+
 
 @triton.jit
 def span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity):
@@ -60,9 +63,9 @@ def blocks_of_sequences(
 
 
 @triton.jit
-def share_of_line(n_blocks, n_programs, LEAST: tl.constexpr):
-    """Blocks of the line for each program: LEAST at least, so that short lines go to fewer programs."""
-    return tl.maximum(tl.cdiv(n_blocks, n_programs), LEAST)
+def share_of_line(n_blocks, n_programs, least):
+    """Blocks of the line for each program: `least` at least, so that short lines go to fewer programs."""
+    return tl.maximum(tl.cdiv(n_blocks, n_programs), least)
 
 
 @triton.jit
@@ -92,6 +95,17 @@ def load_keys(ptr, stride_b, stride_s, page, token, inside, D: tl.constexpr, TIL
 
 
 @triton.jit
+def as_float16(q):
+    """(rows of q times a power of two that puts their largest in 1 ... 2, as float16; what to multiply by afterwards).
+
+    For float8 keys: float16 holds those exactly, and one instruction makes two; bfloat16 takes more, and slower ones.
+    """
+    largest = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), FLOAT32_TINY)
+    power = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
+
+
+@triton.jit
 def with_sink(out, lse, sink):
     """out (TILE_M, TILE_DV) and lse (TILE_M,) with one more score in each row's softmax, which has no value."""
     most = tl.maximum(lse, sink)
@@ -103,18 +117,19 @@ def with_sink(out, lse, sink):
 
 @triton.jit(do_not_specialize=[
     "stride_pb", "stride_slopes", "stride_k_descale", "stride_v_descale", "batches", "seqlen_q", "heads_k", "group",
-    "seqlen_new", "capacity", "window_left", "window_right",
+    "seqlen_new", "capacity", "least", "window_left", "window_right",
 ])  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
     out_parts_ptr, lse_parts_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
     stride_slopes, stride_k_descale, stride_v_descale,
-    batches, seqlen_q, heads_k, group, seqlen_new, capacity, softmax_scale, unit, cap_in, window_left, window_right,
+    batches, seqlen_q, heads_k, group, seqlen_new, capacity, least, softmax_scale, unit, cap_in,
+    window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
-    NEGATIVE: tl.constexpr, SHARED: tl.constexpr, LEAST: tl.constexpr,
+    NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
 
@@ -131,7 +146,7 @@ def decode_kernel(
             TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         n_blocks = tl.sum(line, 0)
-        share = share_of_line(n_blocks, tl.num_programs(0), LEAST)
+        share = share_of_line(n_blocks, tl.num_programs(0), least)
         position = program * share
         stop = tl.minimum(position + share, n_blocks)
     while position < stop:
@@ -174,6 +189,8 @@ def decode_kernel(
             base_2 = unit * k_scale
         if NEGATIVE:  # unit is positive: q carries the scale's sign
             q = -q
+        if BY_HALVES:
+            q, q_scale = as_float16(q)
         s_unit = base_2
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + batch * stride_slopes + head, here, 0.0)[:, None] * LOG2E
@@ -189,6 +206,8 @@ def decode_kernel(
             token = keys % PAGE_SIZE if PAGE_SIZE > 0 else first + keys
             k = load_keys(k_ptr + head_k * stride_kh, stride_kb, stride_ks, page, token, inside, D, TILE_D)
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (TILE_M, TILE_N)
+            if BY_HALVES:
+                s *= q_scale[:, None]
             if SOFTCAP:
                 s = tanh(s * (cap_in * k_scale))
             if slopes_ptr is not None:
@@ -226,14 +245,15 @@ def decode_kernel(
 
 
 @triton.jit(do_not_specialize=[
-    "programs", "batches", "seqlen_q", "heads_k", "group", "seqlen_new", "capacity", "window_left", "window_right"
+    "programs", "batches", "seqlen_q", "heads_k", "group", "seqlen_new", "capacity", "least", "window_left",
+    "window_right",
 ])  # fmt: skip
 def merge_kernel(
     out_parts_ptr, lse_parts_ptr, seqlens_ptr, leftpad_ptr, out_ptr, lse_ptr,
-    programs, batches, seqlen_q, heads_k, group, seqlen_new, capacity, window_left, window_right,
+    programs, batches, seqlen_q, heads_k, group, seqlen_new, capacity, least, window_left, window_right,
     DV: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LEAST: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """DIMS of out, and lse, of one row, where its task was split: grid (B * Hq * Sq * blocks of DIMS,)."""
     dim_blocks = tl.cdiv(DV, DIMS)
@@ -250,15 +270,15 @@ def merge_kernel(
         TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     sequence = tl.arange(0, TILE_B)
-    share = share_of_line(tl.sum(line, 0), programs, LEAST)
+    share = share_of_line(tl.sum(line, 0), programs, least)
     blocks = tl.sum(tl.where(sequence == batch, line, 0), 0) // tasks
     begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + (head // group * m_blocks + row // TILE_M) * blocks
     program = begin // share  # the first that has a part
     n_parts = (begin + blocks - 1) // share - program + 1
     if n_parts > 1:
         acc = tl.zeros([DIMS], tl.float32)
-        m = place.to(tl.float32) * 0 - float("inf")
-        l = place.to(tl.float32) * 0
+        m = tl.full([], float("-inf"), tl.float32)
+        l = tl.full([], 0.0, tl.float32)
         for first in range(0, n_parts, PARTS):
             part = first + tl.arange(0, PARTS)
             here = part < n_parts

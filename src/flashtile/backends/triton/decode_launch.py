@@ -59,11 +59,12 @@ class DecodeKernel(Launcher):
         arguments = (
             *tensors, *strides(q), *strides(k), *strides(v),
             *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
-            of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k, of.softmax_scale,
+            of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k, spec.least, of.softmax_scale,
             max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right, of.head_dim, of.head_dim_v,
             max(16, triton.next_power_of_2(of.head_dim)), max(16, triton.next_power_of_2(of.head_dim_v)),
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
-            of.window_right >= 0, of.softcap > 0, exact(of), unit < 0, spec.programs > 0, spec.least,
+            of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
+            k.dtype == FP8 and q.dtype == torch.bfloat16, spec.programs > 0,
         )  # fmt: skip
         grid = spec.programs or spec.tasks
         return prepared(decode_kernel, q.device, grid, arguments, len(tensors), spec.tiles.options)
@@ -76,9 +77,9 @@ class MergeKernel(Launcher):
         of = spec.attention
         arguments = (
             *tensors, spec.programs, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k,
-            of.window_left, of.window_right, of.head_dim_v, MERGED_DIMS, MERGED_PARTS,
+            spec.least, of.window_left, of.window_right, of.head_dim_v, MERGED_DIMS, MERGED_PARTS,
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
-            of.window_right >= 0, spec.least,
+            of.window_right >= 0,
         )  # fmt: skip
         grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // MERGED_DIMS)
         return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), MERGE_OPTIONS)
