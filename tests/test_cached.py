@@ -178,6 +178,89 @@ def test_lengths_of_all_kinds_in_one_batch(seqlen_q, num_splits, device, dtype):
         torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
 
 
+EMPTY = {"no sequence": (0, 4, 4, 8), "no query": (2, 0, 4, 8), "no new key": (2, 4, 0, 8), "no room": (2, 4, 0, 0)}
+
+
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize(("device", "dtype"), SHARING)
+def test_nothing_to_do(empty, device, dtype):
+    batch, seqlen_q, seqlen_new, capacity = EMPTY[empty]
+    q, k_cache, k = (
+        torch.ones(batch, *shape, D, dtype=dtype, device=device)
+        for shape in ((seqlen_q, HQ), (capacity, HK), (seqlen_new, HK))
+    )
+    lengths = torch.zeros(batch, dtype=INT, device=device)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, k_cache.clone(), k, k, cache_seqlens=lengths, causal=True, return_softmax_lse=True
+    )
+    assert out.shape == q.shape
+    assert lse.shape == (batch, HQ, seqlen_q)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_lengths_that_change():
+    q, k, v = (normal(B, SQ, heads, D, dtype=BF16).cuda() for heads in (HQ, HK, HK))
+    caches = [normal(B, CAPACITY, HK, D, dtype=BF16).cuda() for _ in "kv"]
+    cos, sin = (torch.rand(CAPACITY, D // 2, device="cuda") for _ in range(2))
+    lengths = torch.zeros(B, dtype=INT, device="cuda")
+
+    def step(caches):
+        return flash_attn_with_kvcache(q, *caches, k, v, cos, sin, cache_seqlens=lengths, causal=True)
+
+    step([x.clone() for x in caches])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(caches)
+    for length in ([0, 0, 0], [1, 30, 60], [60, 2, 17]):
+        lengths.copy_(torch.tensor(length))
+        alone = [x.clone() for x in caches]
+        graph.replay()
+        assert torch.equal(out, step(alone))
+        assert all(torch.equal(x, y) for x, y in zip(caches, alone, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_call_does_not_wait_for_the_gpu():
+    (q, k_cache, v_cache), arguments, _ = made("pages of 16", BF16)
+    q, k_cache, v_cache, k, v = (
+        x.cuda() for x in (q, k_cache, v_cache, *(normal(B, SQ, HK, n, dtype=BF16) for n in (D, DV)))
+    )
+    arguments = {name: x.cuda() for name, x in arguments.items()}
+    flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **arguments)
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, block_table=arguments["block_table"], cache_seqlens=7)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.interpreter
+def test_rows_of_float16_are_what_they_stand_for():
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+
+    from flashtile.backends.triton.decode import as_float16
+
+    @triton.jit
+    def kernel(x_ptr, rows_ptr, powers_ptr, as_float16: tl.constexpr):
+        at = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        rows, power = as_float16(tl.load(x_ptr + at))
+        tl.store(rows_ptr + at, rows)
+        tl.store(powers_ptr + tl.arange(0, 8), power)
+
+    sizes = torch.tensor([0.0, 1e-38, 1e-20, 1e-3, 1.0, 1e6, 1e20, 1e38])
+    x = (normal(8, 16, dtype=FLOAT) * sizes[:, None]).to(BF16).float()  # what a bfloat16 holds
+    rows, powers = torch.empty(8, 16, dtype=HALF), torch.empty(8)
+    kernel[(1,)](x, rows, powers, as_float16)
+    assert torch.equal(powers.frexp().mantissa, torch.full((8,), 0.5))
+    assert rows.abs().max() < 2
+    assert ((rows.double() * powers[:, None].double() - x.double()).abs() <= 2**-24 * powers[:, None].double()).all()
+
+
 def test_the_next_call_sees_what_the_last_wrote():
     q, k, v = (torch.randn(1, 6, 2, 8, dtype=DOUBLE) for _ in range(3))
 
