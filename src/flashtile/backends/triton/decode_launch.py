@@ -17,8 +17,8 @@ from .decode_config import DecodeTiles, choose, tile_m
 from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 
 MERGED_DIMS = 32  # of a row's output, for each program that merges: so that one row's parts go to several
-MERGED_PARTS = 64  # at a time: 32 float32 for each of its threads
-MERGE_OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": True}
+MERGED_PARTS = 128  # at a time: 32 float32 for each of its threads
+MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 class DecodeSpec(NamedTuple):
