@@ -66,7 +66,7 @@ def cached_call(case, stored, page_size, terms=False):
 def compile_cached(call, q, arch):
     """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
     cache, of = call.cache, call.spec
-    spec = decode_launch.decode_spec(call, 0, decode_config.choose(call, arch), 132)
+    spec = decode_launch.decode_spec(call, 0, arch, 132)
     parts = torch.empty(2 * spec.programs, decode_config.tile_m(of), of.head_dim_v), torch.empty(2 * spec.programs)
     out, lse = torch.empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), torch.empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
@@ -99,15 +99,18 @@ def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q, stored
 
 @pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_decode_loads_keys_and_values_16_bytes_wide_and_two_blocks_ahead(dim, page_size):
+@pytest.mark.parametrize("stored", [BF16, FP8], ids=["bfloat16", "float8"])
+def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(stored, dim, page_size):
     case = spec((1, 32768), (32, 8), (dim, dim), BF16, right=0)
-    call, q = cached_call(case, BF16, page_size)
+    call, q = cached_call(case, stored, page_size)
     (usage, compiled), *_ = compile_cached(call, q, "sm_90")
     widths = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", compiled.asm["ptx"])
     assert set(widths) == {"0x10"}
     tiles = decode_config.choose(call, "sm_90")
     assert not usage.spills, usage
-    assert usage.shared >= (tiles.num_stages - 1) * tiles.tile_n * 2 * dim * 2, usage  # blocks of K and V in flight
+    assert usage.shared >= (tiles.num_stages - 1) * tiles.tile_n * 2 * dim * stored.itemsize, (
+        usage
+    )  # blocks of K and V in flight
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -106,6 +106,19 @@ def as_float16(q):
 
 
 @triton.jit
+def float16_in_ptx(x):
+    """A float8 tile as float16, converted as it was loaded.
+
+    Triton would move it first to where a product wants it, for V one byte at a time, as matrices of bytes cannot be
+    transposed on the way. An instruction that it does not know it leaves in its place: a third fewer in the loop.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+        "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def with_sink(out, lse, sink):
     """out (TILE_M, TILE_DV) and lse (TILE_M,) with one more score in each row's softmax, which has no value."""
     most = tl.maximum(lse, sink)
@@ -129,7 +142,8 @@ def decode_kernel(
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
-    NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, SHARED: tl.constexpr,
+    NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, FLOAT8_PTX: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
 
@@ -219,6 +233,8 @@ def decode_kernel(
                 seen &= keys[None, :] <= diagonal + window_right
             p, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), s_unit, m, l, EXACT)
             v = load_keys(v_ptr + head_k * stride_vh, stride_vb, stride_vs, page, token, inside, DV, TILE_DV)
+            if FLOAT8_PTX:
+                v = float16_in_ptx(v)
             if PAGE_SIZE > 0:  # the next block's, so that its keys need not wait for it
                 page = page_of_keys(places_ptr, (n_block + 1) * TILE_N, n_keys, batch, stride_pb, TILE_N, PAGE_SIZE)
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")

@@ -27,6 +27,7 @@ class DecodeSpec(NamedTuple):
     attention: AttentionSpec
     page_size: int  # 0: not in pages
     seqlen_new: int
+    arch: str
     tiles: DecodeTiles
     programs: int  # that share the keys; 0: each task has a program, and nothing is split
     least: int  # blocks of a share
@@ -37,10 +38,10 @@ class DecodeSpec(NamedTuple):
         return of.batch * of.heads_k * -(-of.seqlen_q * of.group // tile_m(of))
 
 
-def decode_spec(call: CachedCall, num_splits: int, tiles: DecodeTiles, multiprocessors: int) -> DecodeSpec:
+def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: int) -> DecodeSpec:
     """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once."""
-    of, cache = call.spec, call.cache
-    whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, tiles, 0, tiles.least)
+    of, cache, tiles = call.spec, call.cache, choose(call, arch)
+    whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, tiles.least)
     if num_splits:
         return whole if num_splits == 1 else whole._replace(programs=num_splits * whole.tasks, least=1)
     shares = -(-of.seqlen_k // (tiles.tile_n * tiles.least))  # of a task at most
@@ -64,7 +65,8 @@ class DecodeKernel(Launcher):
             max(16, triton.next_power_of_2(of.head_dim)), max(16, triton.next_power_of_2(of.head_dim_v)),
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
             of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
-            k.dtype == FP8 and q.dtype == torch.bfloat16, spec.programs > 0,
+            k.dtype == FP8 and q.dtype == torch.bfloat16,
+            k.dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_"), spec.programs > 0,
         )  # fmt: skip
         grid = spec.programs or spec.tasks
         return prepared(decode_kernel, q.device, grid, arguments, len(tensors), spec.tiles.options)
@@ -105,7 +107,7 @@ def decode(call: CachedCall, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor
     arch = arch_of(device)
     assert arch is not None, "a tensor on a GPU, and no GPU"
     multiprocessors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-    spec = decode_spec(call, num_splits, choose(call, arch), multiprocessors)
+    spec = decode_spec(call, num_splits, arch, multiprocessors)
     parts: tuple[Tensor | None, Tensor | None] = (None, None)
     if spec.programs:
         slots = 2 * spec.programs, tile_m(of)
