@@ -63,22 +63,24 @@ def cached_call(case, stored, page_size, terms=False):
     return CachedCall(case, cache, *((slopes, sinks) if terms else (None, None))), q
 
 
-def compile_cached(call, q, arch):
+def compile_cached(call, q, arch, num_splits=0):
     """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
     cache, of = call.cache, call.spec
-    spec = decode_launch.decode_spec(call, 0, arch, 132)
+    spec = decode_launch.decode_spec(call, num_splits, arch, 132)
     parts = torch.empty(2 * spec.programs, decode_config.tile_m(of), of.head_dim_v), torch.empty(2 * spec.programs)
+    parts = parts if spec.programs else (None, None)
     out, lse = torch.empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), torch.empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
     new = (torch.empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
     tables = torch.empty(of.seqlen_k, 16), torch.empty(of.seqlen_k, 16)
     appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
-    for launcher, described, tensors in (
+    launches = [
         (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, out, lse)),
-        (decode_launch.MERGE, spec, (*parts, *lengths, out, lse)),
         (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, q)),
-    ):
+        (decode_launch.MERGE, spec, (*parts, *lengths, out, lse)),
+    ]
+    for launcher, described, tensors in launches if spec.programs else launches[:2]:
         yield compile_launch(launcher, described, arch, *tensors)
 
 
@@ -114,11 +116,12 @@ def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(stored, dim
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_every_feature_of_a_cached_call_at_once_compiles(arch, page_size):
+@pytest.mark.parametrize(("page_size", "num_splits"), [(0, 1), (16, 0)])
+def test_every_feature_of_a_cached_call_at_once_compiles(arch, page_size, num_splits):
     case = spec((5, 1024), (6, 2), (80, 48), torch.float16, scale=-0.3, **FEATURES)
     stored = torch.float16 if arch == "sm_80" else FP8
-    assert len(list(compile_cached(*cached_call(case, stored, page_size, terms=True), arch))) == 3
+    call, q = cached_call(case, stored, page_size, terms=True)
+    assert len(list(compile_cached(call, q, arch, num_splits))) == 3 - num_splits
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

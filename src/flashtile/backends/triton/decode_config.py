@@ -84,7 +84,7 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]]
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 128): (DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (1, 256): DecodeTiles(32, 4, 4, 2, 8),
+    (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (DecodeTiles(128, 4, 3, 2, 2), DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (2, 128): (DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(64, 8, 4, 1, 4)),
     (2, 256): DecodeTiles(32, 4, 3, 2, 8),
