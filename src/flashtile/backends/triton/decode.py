@@ -235,7 +235,7 @@ def decode_kernel(
             v = load_keys(v_ptr + head_k * stride_vh, stride_vb, stride_vs, page, token, inside, DV, TILE_DV)
             if FLOAT8_PTX:
                 v = float16_in_ptx(v)
-            if PAGE_SIZE > 0:  # the next block's, so that its keys need not wait for it
+            if PAGE_SIZE > 0:  # the next block's: read in its own step it would halve the blocks in flight
                 page = page_of_keys(places_ptr, (n_block + 1) * TILE_N, n_keys, batch, stride_pb, TILE_N, PAGE_SIZE)
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
 
