@@ -50,16 +50,20 @@ def test_shipped_configs_compile_fit_and_do_not_spill(arch, mask, dim, dtype):
             assert not serializes_products(compiled), f"{name} does not overlap its products"
 
 
+def empty(*shape, dtype=FLOAT):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
 def cached_call(case, stored, page_size, terms=False):
     """A call over a cache, and q; with `terms` everything that may go into the softmax."""
     rows = (64, page_size) if page_size else (case.batch, case.seqlen_k)
-    k, v = (torch.empty(*rows, case.heads_k, dim, dtype=stored) for dim in (case.head_dim, case.head_dim_v))
-    table = torch.empty(case.batch, case.seqlen_k // page_size, dtype=torch.int32) if page_size else None
-    lengths = torch.empty(case.batch, dtype=torch.int32)
-    scales = torch.empty(case.batch, case.heads_k) if stored == FP8 else None
+    k, v = (empty(*rows, case.heads_k, dim, dtype=stored) for dim in (case.head_dim, case.head_dim_v))
+    table = empty(case.batch, case.seqlen_k // page_size, dtype=torch.int32) if page_size else None
+    lengths = empty(case.batch, dtype=torch.int32)
+    scales = empty(case.batch, case.heads_k) if stored == FP8 else None
     cache = Cache(k, v, None, table, lengths, None, 1, scales, scales)
-    slopes, sinks = torch.empty(case.batch, case.heads_q), torch.empty(case.heads_q, dtype=case.dtype)
-    q = torch.empty(case.batch, case.seqlen_q, case.heads_q, case.head_dim, dtype=case.dtype)
+    slopes, sinks = empty(case.batch, case.heads_q), empty(case.heads_q, dtype=case.dtype)
+    q = empty(case.batch, case.seqlen_q, case.heads_q, case.head_dim, dtype=case.dtype)
     return CachedCall(case, cache, *((slopes, sinks) if terms else (None, None))), q
 
 
@@ -67,13 +71,13 @@ def compile_cached(call, q, arch, num_splits=0):
     """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
-    parts = torch.empty(2 * spec.programs, decode_config.tile_m(of), of.head_dim_v), torch.empty(2 * spec.programs)
+    parts = empty(2 * spec.programs, decode_config.tile_m(of), of.head_dim_v), empty(2 * spec.programs)
     parts = parts if spec.programs else (None, None)
-    out, lse = torch.empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), torch.empty(of.batch, of.heads_q, of.seqlen_q)
+    out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
-    new = (torch.empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
-    tables = torch.empty(of.seqlen_k, 16), torch.empty(of.seqlen_k, 16)
+    new = (empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
+    tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
     appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
     launches = [
         (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, out, lse)),
