@@ -29,6 +29,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -76,24 +77,27 @@ def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Ten
     return _usage(compiled, arch), compiled
 
 
-def compile_launch(launcher: Launcher, spec: object, arch: str, *tensors: Tensor) -> Usage:
-    """Compiles what a launcher would prepare for these tensors on `arch`."""
+def compile_launch(launcher: Launcher, spec: object, arch: str, *tensors: Tensor | None) -> tuple[Usage, object]:
+    """Compiles what a launcher would prepare for these tensors on `arch`; returns its usage and Triton's object."""
     seen = []
     with mock.patch.object(sys.modules[type(launcher).__module__], "prepared", lambda *args: seen.append(args)):
         launcher.prepare(spec, tensors)
     ((fn, _, _, arguments, _, options),) = seen
     signature, constants, attributes = {}, {}, {}
     for index, (parameter, value) in enumerate(zip(fn.params, arguments, strict=True)):
+        special = isinstance(value, int) and not parameter.do_not_specialize
         if isinstance(value, Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr:
+        elif parameter.is_constexpr or value is None or (special and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, Tensor) or (signature[parameter.name] == "i32" and special and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn, signature, constants, attributes)
-    return _usage(triton.compile(source, target=target_of(arch), options=options), arch)
+    compiled = triton.compile(source, target=target_of(arch), options=options)
+    return _usage(compiled, arch), compiled
 
 
 def _usage(compiled: object, arch: str) -> Usage:

@@ -163,6 +163,21 @@ def test_a_launch_that_fails_says_so(monkeypatch, compiled, arguments):
         run(arguments[0].base, None, arguments[2])
 
 
+def test_a_launch_is_prepared_for_each_layout_and_dtype():
+    prepared = []
+
+    class Counted(launcher.Launcher):
+        def prepare(self, spec, tensors):
+            prepared.append(spec)
+            return lambda *tensors: None
+
+    counted, out = Counted(), torch.zeros(1)
+    table = torch.zeros(4, 4, dtype=torch.int32)
+    for x in (table, table.clone(), None, table.t(), table[:, 1:], table.long()):
+        counted("spec", (x,), (out,))
+    assert len(prepared) == 5
+
+
 def test_no_tensor_of_the_first_call_is_kept(monkeypatch, compiled, arguments):
     """A prepared launch lives on; the memory of the tensors that it was prepared with does not."""
     import weakref

@@ -1,131 +1,160 @@
-"""Attention over a cache of keys and values: what one call is, checked once, and the cache's update.
+"""Attention over a cache of keys and values: the checks of a call, the cache's update, and who runs it.
 
 Legend: B sequences, Sq queries and Sn new keys each; a cache is (rows, capacity, Hk, D) or, paged,
-(pages, page_size, Hk, D). Sequence b has the keys first[b] ... end[b] of its row, or of its pages.
+(pages, page_size, Hk, D).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from . import dispatch
 from . import spec as checks
-from .dispatch import choose, decoder
+from .cache import FP8, Cache, CachedCall, Rotary
+from .merge import with_sinks
 from .rotary import apply_rotary
 from .spec import AttentionSpec
 
 
 @dataclass(frozen=True)
-class Cache:
-    """Where the keys and values of each sequence lie.
+class Arguments:
+    """What came to flash_attn_with_kvcache beside q, the caches, k and v; see there."""
 
-    k, v: (rows, capacity, Hk, D) and (rows, capacity, Hk, Dv); with a block_table (pages, page_size, ...).
-    rows: (B,) the row of each sequence; None: sequence b has row b.
-    block_table: (B, pages of a sequence), or None.
-    """
-
-    k: Tensor
-    v: Tensor
-    rows: Tensor | None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
     block_table: Tensor | None
-
-    @property
-    def capacity(self) -> int:
-        """The most keys that a sequence may have."""
-        return self.k.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
-
-    def places(self, sequence: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices into the first two dims of k and v."""
-        if self.block_table is None:
-            return (sequence if self.rows is None else self.rows[sequence].long()), token
-        page_size = self.k.shape[1]
-        return self.block_table[sequence, token // page_size].long(), token % page_size
-
-    def write(self, k: Tensor, v: Tensor, start: Tensor) -> None:
-        """New keys and values (B, Sn, Hk, D) as tokens start ... start + Sn of each sequence."""
-        batch, seqlen = k.shape[:2]
-        token = start[:, None] + torch.arange(seqlen, device=k.device)
-        places = self.places(torch.arange(batch, device=k.device)[:, None].expand(batch, seqlen), token)
-        self.k[places], self.v[places] = k, v
-
-    def read(self, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (1, end - first, Hk, D) of a sequence."""
-        if self.block_table is None:
-            row = sequence if self.rows is None else int(self.rows[sequence])
-            return self.k[row : row + 1, first:end], self.v[row : row + 1, first:end]
-        token = torch.arange(first, end, device=self.k.device)
-        places = self.places(torch.full_like(token, sequence), token)
-        return self.k[places][None], self.v[places][None]
-
-
-@dataclass(frozen=True)
-class CachedCall:
-    """One checked call. spec: of one sequence, its seqlen_k the cache's capacity."""
-
-    spec: AttentionSpec
-    cache: Cache
-    first: Tensor  # (B,) int64
-    end: Tensor  # (B,) int64, the new keys included
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
 
 
 def checked(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
-    cache_seqlens: int | Tensor | None, cache_batch_idx: Tensor | None, cache_leftpad: Tensor | None,
-    block_table: Tensor | None, settings: tuple,
-) -> CachedCall:  # fmt: skip
-    """The call, or the error that names what is wrong; nothing is written before this returns."""
-    checks.check_like("k_cache", k_cache, q)
-    checks.check_like("v_cache", v_cache, q)
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, given: Arguments, settings: tuple
+) -> CachedCall:
+    """The call, or the error that names what is wrong; nothing is written before this returns.
+
+    settings: (softmax_scale, window_left, window_right, softcap), checked.
+    """
+    _check_caches(q, k_cache, v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"k, v: got {'only v' if k is None else 'only k'}; want both or neither")
-    batch, device = q.shape[0], q.device
-    if block_table is not None:
-        checks.check_index("block_table", block_table, (batch, None), k_cache.shape[0], device)
-        if k_cache.shape[1] & (k_cache.shape[1] - 1):
+    batch, device, heads_q, heads_k = q.shape[0], q.device, q.shape[2], k_cache.shape[2]
+    _check_places(batch, k_cache, given, device)
+    descales = [
+        _per_head(name, scales, batch, heads_k, k_cache)
+        for name, scales in (("k_descale", given.k_descale), ("v_descale", given.v_descale))
+    ]
+    rows, table, leftpad = map(_dense, (given.cache_batch_idx, given.block_table, given.cache_leftpad))
+    cache = Cache(k_cache, v_cache, rows, table, None, leftpad, 0, *descales)
+    if k is not None and v is not None:
+        _check_new(q, k, v, cache)
+        cache = replace(cache, seqlen_new=k.shape[1])
+    cache = replace(cache, seqlens=_lengths(given.cache_seqlens, batch, cache))
+    if cache.leftpad is not None:
+        _check_leftpad(cache.leftpad, batch, cache)
+    if given.sinks is not None:
+        checks.check_numbers("sinks", given.sinks, ((heads_q,),), (torch.float32, q.dtype), device)
+    slopes = given.alibi_slopes
+    if slopes is not None:
+        checks.check_numbers("alibi_slopes", slopes, ((heads_q,), (batch, heads_q)), (torch.float32,), device)
+        slopes = slopes.contiguous().expand(batch, heads_q)
+    spec = AttentionSpec(
+        batch, q.shape[1], cache.capacity, heads_q, heads_k, q.shape[3], v_cache.shape[3], q.dtype, *settings
+    )
+    return CachedCall(spec, cache, slopes, _dense(given.sinks))
+
+
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.check_heads(name, cache, q)
+        if cache.dtype not in (q.dtype, FP8):
+            raise TypeError(f"{name}: got {cache.dtype}; want the dtype of q, {q.dtype}, or {FP8}")
+    if k_cache.shape[3] != q.shape[3]:
+        raise ValueError(f"k_cache: got head_dim {k_cache.shape[3]}; want the head_dim of q, {q.shape[3]}")
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        raise ValueError(
+            f"v_cache: got shape {tuple(v_cache.shape)}; want {tuple(k_cache.shape[:3])} as in k_cache before head_dim"
+        )
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache: got {v_cache.dtype}; want the dtype of k_cache, {k_cache.dtype}")
+    if k_cache.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k_cache.shape[2]:
+        raise ValueError(
+            f"q: got {q.shape[2]} heads; want a positive multiple of the heads of k_cache, {k_cache.shape[2]}"
+        )
+
+
+def _check_places(batch: int, k_cache: Tensor, given: Arguments, device: torch.device) -> None:
+    if given.block_table is not None:
+        checks.check_index("block_table", given.block_table, (batch, None), k_cache.shape[0], device)
+        if k_cache.shape[1] < 1 or k_cache.shape[1] & (k_cache.shape[1] - 1):
             raise ValueError(f"k_cache: got pages of {k_cache.shape[1]} keys; want a power of two")
-        for name, given in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-            if given is not None:
+        for name, other in (("cache_batch_idx", given.cache_batch_idx), ("cache_leftpad", given.cache_leftpad)):
+            if other is not None:
                 raise ValueError(f"{name}: got a tensor together with block_table; want one of them")
-    elif cache_batch_idx is not None:
-        checks.check_index("cache_batch_idx", cache_batch_idx, (batch,), k_cache.shape[0], device)
+    elif given.cache_batch_idx is not None:
+        checks.check_index("cache_batch_idx", given.cache_batch_idx, (batch,), k_cache.shape[0], device)
     elif k_cache.shape[0] != batch:
         raise ValueError(f"k_cache: got batch {k_cache.shape[0]}; want the batch of q, {batch}")
-    cache = Cache(k_cache, v_cache, cache_batch_idx, block_table)
-    one_row = (1, cache.capacity)
-    spread = (x[:1, :1].expand(*one_row, *x.shape[2:]) if x.shape[0] and x.shape[1] else x for x in (k_cache, v_cache))
-    checks.check_tensors(q[:1], *spread)
-    seqlen_new = 0
-    if k is not None and v is not None:
-        checks.check_tensors(q, k, v)
-        for name, new, kept in (("k", k, k_cache), ("v", v, v_cache)):
-            if new.shape[2:] != kept.shape[2:]:
-                raise ValueError(
-                    f"{name}: got {tuple(new.shape[2:])} heads and dims; want the cache's, {tuple(kept.shape[2:])}"
-                )
-        seqlen_new = k.shape[1]
-    length = cache.capacity - seqlen_new if cache_seqlens is None else cache_seqlens
-    if isinstance(length, int):
-        length = torch.full((batch,), length, device=device)
-    checks.check_index("cache_seqlens", length, (batch,), cache.capacity - seqlen_new + 1, device)
-    first = torch.zeros_like(length) if cache_leftpad is None else cache_leftpad
-    checks.check_index("cache_leftpad", first, (batch,), cache.capacity + 1, device)
-    if device.type == "cpu" and bool((first > length).any()):
+
+
+def _check_new(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
+    checks.check_tensors(q, k, v)
+    for name, new, kept in (("k", k, cache.k), ("v", v, cache.v)):
+        if new.shape[2:] != kept.shape[2:]:
+            raise ValueError(
+                f"{name}: got {tuple(new.shape[2:])} heads and dims; want the cache's, {tuple(kept.shape[2:])}"
+            )
+    if k.shape[1] > cache.capacity:
+        raise ValueError(f"k: got {k.shape[1]} new keys; want at most {cache.capacity}, what a sequence may have")
+
+
+def _lengths(cache_seqlens: int | Tensor | None, batch: int, cache: Cache) -> Tensor | None:
+    if cache_seqlens is None:
+        return None
+    if isinstance(cache_seqlens, int):
+        room = cache.capacity - cache.seqlen_new
+        if not 0 <= cache_seqlens <= room:
+            raise ValueError(f"cache_seqlens: got {cache_seqlens}; want 0 to {room}{_why(cache)}")
+        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=cache.k.device)
+    end = cache.capacity - cache.seqlen_new + 1
+    checks.check_index("cache_seqlens", cache_seqlens, (batch,), end, cache.k.device, _why(cache))
+    return cache_seqlens.contiguous()
+
+
+def _why(cache: Cache) -> str:
+    of = "the cache" if cache.block_table is None else f"block_table, {cache.block_table.shape[1]} pages wide,"
+    return f": {of} has room for {cache.capacity} keys, {cache.seqlen_new} of them new"
+
+
+def _check_leftpad(leftpad: Tensor, batch: int, cache: Cache) -> None:
+    device = cache.k.device
+    checks.check_index("cache_leftpad", leftpad, (batch,), cache.capacity + 1, device)
+    most = cache.capacity - cache.seqlen_new if cache.seqlens is None else cache.seqlens
+    if device.type == "cpu" and bool((leftpad > most).any()):
         raise ValueError("cache_leftpad: got more than cache_seqlens in a sequence; want at most that")
-    spec = AttentionSpec(
-        1, q.shape[1], cache.capacity, q.shape[2], k_cache.shape[2], q.shape[3], v_cache.shape[3], q.dtype, *settings
-    )
-    return CachedCall(spec, cache, first.long().contiguous(), length.long() + seqlen_new)
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """cos, sin: (positions, R). interleaved: pairs are neighbours."""
+def _per_head(name: str, scales: Tensor | None, batch: int, heads_k: int, cache: Tensor) -> Tensor | None:
+    """(B, Hk) scales of a float8 cache."""
+    if scales is None:
+        return None
+    if cache.dtype != FP8:
+        raise ValueError(f"{name}: got scales for a cache of {cache.dtype}; want None, or a cache of {FP8}")
+    checks.check_numbers(name, scales, ((heads_k,), (batch, heads_k)), (torch.float32,), cache.device)
+    if cache.device.type == "cpu" and not bool((scales > 0).all()):
+        raise ValueError(f"{name}: got scales from {scales.min().item()}; want positive ones")
+    return scales.contiguous().expand(batch, heads_k)
 
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def checked_rotary(
@@ -141,48 +170,74 @@ def checked_rotary(
         )
     if k is None:
         raise ValueError("rotary_cos: got tables without k and v; want new keys to turn")
-    checks.check_rotary(cos, sin, call.spec.head_dim, call.cache.capacity, q)
+    behind = max(0, q.shape[1] - k.shape[1]) if _masked(call.spec) else 0  # positions of queries past the last key
+    checks.check_rotary(cos, sin, call.spec.head_dim, call.cache.capacity + behind, q)
     return Rotary(cos, sin, interleaved)
 
 
-def update(call: CachedCall, q: Tensor, k: Tensor | None, v: Tensor | None, rotary: Rotary | None) -> Tensor:
+def _masked(spec: AttentionSpec) -> bool:
+    """Whether each query has a position of its own."""
+    return spec.window_left >= 0 or spec.window_right >= 0
+
+
+def run(
+    call: CachedCall, q: Tensor, k: Tensor | None, v: Tensor | None, rotary: Rotary | None, num_splits: int,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of each sequence's queries over its keys and the new ones, which are written into the cache first.
+
+    ValueError where the backend asked for cannot take the call; nothing is written then.
+    """
+    decoding = dispatch.decoder(call, q.device, backend)
+    if decoding is not None:
+        if k is not None and v is not None:
+            q = decoding.append(call, q, k, v, rotary)
+        return decoding.decode(call, q, num_splits)
+    first, end = call.cache.spans(len(q))
+    spans = list(zip(first.tolist(), end.tolist(), strict=True))
+    forwards = [_forward_of(call, sequence, n - f, q.device, backend) for sequence, (f, n) in enumerate(spans)]
+    if k is not None and v is not None:
+        q = _append(call, q, k, v, rotary, first, end)
+    return _one_after_the_other(call, q, spans, forwards)
+
+
+def _append(
+    call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, first: Tensor, end: Tensor
+) -> Tensor:
     """Writes the new keys, turned, into the cache; returns the queries, turned."""
-    if k is None or v is None:
-        return q
-    start = call.end - k.shape[1]
+    start = end - k.shape[1]
     if rotary is not None:
-        masked = call.spec.window_left >= 0 or call.spec.window_right >= 0
-        position = (start - call.first)[:, None]
-        k = apply_rotary(
-            k, rotary.cos, rotary.sin, position + torch.arange(k.shape[1], device=k.device), rotary.interleaved
-        )
-        steps = torch.arange(q.shape[1], device=q.device) * masked
-        q = apply_rotary(q, rotary.cos, rotary.sin, position + steps, rotary.interleaved)
+        tables, position = (rotary.cos, rotary.sin), (start - first)[:, None]
+        k = apply_rotary(k, *tables, position + torch.arange(k.shape[1], device=k.device), rotary.interleaved)
+        steps = torch.arange(q.shape[1], device=q.device) * _masked(call.spec)
+        q = apply_rotary(q, *tables, position + steps, rotary.interleaved)
     call.cache.write(k, v, start)
     return q
 
 
-def attend(call: CachedCall, q: Tensor, num_splits: int, backend: str | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of each sequence's queries over its keys."""
-    cache, of_all = call.cache, replace(call.spec, batch=q.shape[0])
-    decoding = decoder(of_all, q.device, backend)
-    if decoding is None or cache.k.stride(-1) != 1 or cache.v.stride(-1) != 1:
-        return _one_after_the_other(call, q, backend)
-    places, paged = cache.block_table, cache.block_table is not None
-    if places is None:
-        places = torch.arange(q.shape[0], device=q.device) if cache.rows is None else cache.rows
-    return decoding.decode(of_all, q, cache.k, cache.v, call.first, call.end, places.contiguous(), paged, num_splits)
+def _forward_of(
+    call: CachedCall, sequence: int, n_keys: int, device: torch.device, backend: str | None
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """forward(q, k, v) -> (out, lse) of one sequence; keys stored as float8 are computed with in float32 at least."""
+    dtype = torch.promote_types(call.spec.dtype, torch.float32) if call.cache.k.dtype == FP8 else call.spec.dtype
+    spec = replace(call.spec, batch=1, seqlen_k=n_keys, dtype=dtype)
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes[sequence : sequence + 1]
+        return partial(dispatch.with_alibi(backend).forward, spec, alibi_slopes=slopes)
+    return partial(dispatch.choose(spec, device, backend if n_keys else None).forward, spec)
 
 
-def _one_after_the_other(call: CachedCall, q: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
-    outs, lses = [], []
-    for sequence, (first, end) in enumerate(zip(call.first.tolist(), call.end.tolist(), strict=True)):
-        of_one = replace(call.spec, seqlen_k=end - first)
-        query = q[sequence : sequence + 1]
-        out, lse = choose(of_one, q.device, backend).forward(of_one, query, *call.cache.read(sequence, first, end))
-        outs.append(out)
+def _one_after_the_other(
+    call: CachedCall, q: Tensor, spans: list[tuple[int, int]], forwards: list
+) -> tuple[Tensor, Tensor]:
+    outs = [q.new_empty(0, *q.shape[1:3], call.spec.head_dim_v)]
+    lses = [q.new_empty(0, q.shape[2], q.shape[1], dtype=call.spec.lse_dtype)]
+    for sequence, ((first, end), forward) in enumerate(zip(spans, forwards, strict=True)):
+        k, v = call.cache.read(sequence, first, end)
+        dtype = torch.promote_types(q.dtype, k.dtype)
+        out, lse = forward(*(x.to(dtype) for x in (q[sequence : sequence + 1], k, v)))
+        if call.sinks is not None:
+            out, lse = with_sinks(out, lse, call.sinks)
+        outs.append(out.to(q.dtype))
         lses.append(lse)
-    if not outs:
-        lse = q.new_empty(0, q.shape[2], q.shape[1], dtype=call.spec.lse_dtype)
-        return q.new_empty(0, *q.shape[1:3], call.spec.head_dim_v), lse
     return torch.cat(outs), torch.cat(lses)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .backends import Forward, cpu, hopper, reference, triton
+from .cache import CachedCall
 from .spec import AttentionSpec
 
 
@@ -79,11 +80,18 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None
     return Choice(fastest, otherwise, differentiable)
 
 
-def decoder(spec: AttentionSpec, device: torch.device, backend: str | None = None) -> Any:
-    """The backend for one call over a cache, a Backend that has `decode`; None where none takes it."""
+def decoder(call: CachedCall, device: torch.device, backend: str | None = None) -> Any:
+    """The backend for a call over a cache as a whole, a Backend that has `decode`; None where none takes it."""
     names = BACKENDS if backend is None else (backend,)
-    backends = [BACKENDS[name] for name in names]
-    return next((b for b in backends if hasattr(b, "decode") and b.supports(spec, device) is None), None)
+    able: list[Any] = [BACKENDS[name] for name in names if hasattr(BACKENDS[name], "decode")]
+    return next((b for b in able if b.supports(call.spec, device) is None and b.passes_over(call) is None), None)
+
+
+def with_alibi(backend: str | None) -> Any:
+    """The backend for one sequence's forward pass with ALiBi; ValueError where another was asked for."""
+    if backend not in (None, "reference"):
+        raise ValueError(f"backend: {backend!r} cannot run this call: it has no alibi_slopes there")
+    return reference
 
 
 def differentiates(backend: Backend, spec: AttentionSpec) -> bool:

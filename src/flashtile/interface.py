@@ -150,6 +150,9 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
+    sinks: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
     """Attention of new queries over a cache of keys and values, to which new ones are added first. Not differentiable.
@@ -157,43 +160,51 @@ def flash_attn_with_kvcache(
     Args:
         q: (B, Sq, Hq, D).
         k_cache, v_cache: (rows, capacity, Hk, D) and (rows, capacity, Hk, Dv); with block_table
-            (pages, page_size, Hk, D), page_size a power of two.
-        k, v: (B, Sn, Hk, D) and (B, Sn, Hk, Dv), written into the cache in place behind what is there; both or neither.
+            (pages, page_size, Hk, D), page_size a power of two. In the dtype of q, or both float8_e4m3fn.
+        k, v: (B, Sn, Hk, D) and (B, Sn, Hk, Dv) in the dtype of q, written into the cache in place behind what is
+            there; both or neither.
         rotary_cos, rotary_sin: (positions, R), 2 R <= D, as many positions as a sequence may have keys: k is turned by
             its positions, and so is q where there is a mask; without one all queries have the position of the first
             new key. Needs k and v.
-        cache_seqlens: keys of each sequence before the new ones, (B,) int32 or one number; None: the cache is full,
-            but for the new keys.
+        cache_seqlens: where the keys of each sequence end before the new ones, (B,) int32 or one number; None: the
+            cache is full, but for the new keys.
         cache_batch_idx: (B,) int32, the row of each sequence; None: sequence b has row b.
         cache_leftpad: (B,) int32, where in its row a sequence begins.
         block_table: (B, pages of a sequence) int32, where the pages of each sequence are.
         softmax_scale, causal, window_size, softcap, backend: as in `flash_attn_func`, with Sk each sequence's own.
         rotary_interleaved: whether rotary turns dims (2 i, 2 i + 1) together, or (i, R + i).
-        alibi_slopes: must be None; ALiBi is not implemented.
-        num_splits: into how many parts a GPU splits the keys of a sequence, up to 128; 0: as many as it has room for.
+        alibi_slopes: (Hq,) or (B, Hq) float32: -slope |i + Sk - Sq - j| is added to the score of query i and key j,
+            behind scale and soft cap.
+        num_splits: 1: on a GPU one program has all keys of a sequence and key head, and no result depends on the other
+            sequences. n, up to 128: n programs for each of those share the keys of all, evenly. 0: as many programs
+            as the GPU has room for share them.
         return_softmax_lse: returns (out, lse).
+        sinks: (Hq,), float32 or the dtype of q: a logit of each head that is in every softmax and has no value, so
+            that P = exp(scores) / (exp(sink) + sum exp(scores)). lse counts it.
+        k_descale, v_descale: (Hk,) or (B, Hk) float32, positive: keys and values are what a float8 cache holds times
+            this; new ones are divided by it, and end at ±448 times it. None: 1.
 
     Returns:
-        out (B, Sq, Hq, Dv) in the dtype of q; lse (B, Hq, Sq), where asked for.
+        out (B, Sq, Hq, Dv) in the dtype of q; lse (B, Hq, Sq), where asked for. A query that sees no key gets out = 0
+        and lse = -inf, or its sink.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, and the cache is as it was. Numbers in
-            tensors on a GPU are not looked at, so that a call may be captured in a CUDA graph.
-        NotImplementedError: alibi_slopes is used.
+            tensors on a GPU are not looked at, so that a call may be captured in a CUDA graph: there new keys that do
+            not fit are not written, keys past the cache are not read, and pages past it are the caller's to avoid.
     """
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes: ALiBi is not implemented, want None")
     spec.check_splits(num_splits)
     dispatch.check_backend(backend)
     spec.check_like("q", q, q)
     window_left, window_right = spec.mask_window(causal, window_size)
     settings = spec.checked_scale(softmax_scale, q.shape[3]), window_left, window_right, spec.checked_softcap(softcap)
-    call = cached.checked(
-        q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, settings
+    given = cached.Arguments(
+        cache_seqlens, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sinks, k_descale, v_descale
     )
+    call = cached.checked(q, k_cache, v_cache, k, v, given, settings)
     rotary = cached.checked_rotary(call, q, k, rotary_cos, rotary_sin, rotary_interleaved)
     with torch.no_grad():
-        out, lse = cached.attend(call, cached.update(call, q, k, v, rotary), num_splits, backend)
+        out, lse = cached.run(call, q, k, v, rotary, num_splits, backend)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -36,3 +36,19 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     weights = (lse_parts - lse).exp().masked_fill(empty, 0.0)  # (parts, B, Hq, Sq)
     out = (weights.transpose(2, 3).unsqueeze(-1) * torch.stack(list(outs)).to(lse.dtype)).sum(0)
     return out.to(outs[0].dtype), lse.masked_fill(empty, float("-inf"))
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse with one more score in the softmax of each row: an attention sink, a head's logit without a value.
+
+    Args:
+        out: (B, Sq, Hq, Dv).
+        lse: (B, Hq, Sq), -inf in rows that see no key.
+        sinks: (Hq,), -inf in heads without one.
+
+    Returns:
+        out (B, Sq, Hq, Dv) in its dtype, lse (B, Hq, Sq): the sink counts in it, so that P = exp(scores - lse).
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    weight = (lse - total).exp().masked_fill(lse == float("-inf"), 0.0)
+    return (out * weight.transpose(1, 2).unsqueeze(-1)).to(out.dtype), total

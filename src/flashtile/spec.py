@@ -165,14 +165,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_like(name: str, tensor: Tensor, q: Tensor) -> None:
     """Raises unless `tensor` has four dimensions, a head_dim that there is, and the dtype and device of q."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}; want a torch.Tensor")
-    if tensor.dim() != 4:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)")
+    check_heads(name, tensor, q)
     if tensor.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"{name}: got {tensor.dtype}; want float16, bfloat16, float32 or float64")
     if tensor.dtype != q.dtype:
         raise TypeError(f"{name}: got {tensor.dtype}; want the dtype of q, {q.dtype}")
+
+
+def check_heads(name: str, tensor: Tensor, q: Tensor) -> None:
+    """Raises unless `tensor` has four dimensions, a head_dim that there is, and the device of q."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}; want a torch.Tensor")
+    if tensor.dim() != 4:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; want 4 dimensions (batch, seqlen, heads, head_dim)")
     if tensor.device != q.device:
         raise ValueError(f"{name}: is on {tensor.device}; want the device of q, {q.device}")
     if not 1 <= tensor.shape[3] <= MAX_HEAD_DIM:
@@ -189,8 +194,10 @@ def check_packed(name: str, packed: Tensor, parts: int) -> None:
         )
 
 
-def check_index(name: str, index: Tensor, shape: tuple[int | None, ...], end: int, device: torch.device) -> None:
-    """Raises unless `index` is an integer tensor of `shape` on `device` with numbers from 0 to end - 1.
+def check_index(
+    name: str, index: Tensor, shape: tuple[int | None, ...], end: int, device: torch.device, why: str = ""
+) -> None:
+    """Raises unless `index` is an integer tensor of `shape` on `device` with numbers in 0 ... end - 1, `why` so.
 
     The numbers are looked at on a CPU alone: to read a GPU's would wait for it, and cannot be captured in a graph.
     """
@@ -204,7 +211,24 @@ def check_index(name: str, index: Tensor, shape: tuple[int | None, ...], end: in
     if index.device != device:
         raise ValueError(f"{name}: is on {index.device}; want the device of q, {device}")
     if device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < end:
-        raise ValueError(f"{name}: got numbers from {int(index.min())} to {int(index.max())}; want 0 to {end - 1}")
+        raise ValueError(f"{name}: got numbers from {int(index.min())} to {int(index.max())}; want 0 to {end - 1}{why}")
+
+
+def check_numbers(
+    name: str,
+    numbers: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Raises unless `numbers` is a tensor of one of the dtypes and shapes, on `device`."""
+    if not isinstance(numbers, Tensor) or numbers.dtype not in dtypes:
+        got = numbers.dtype if isinstance(numbers, Tensor) else type(numbers).__name__
+        raise TypeError(f"{name}: got {got}; want a tensor of {' or '.join(str(x) for x in dict.fromkeys(dtypes))}")
+    if tuple(numbers.shape) not in shapes:
+        raise ValueError(f"{name}: got shape {tuple(numbers.shape)}; want {' or '.join(map(str, shapes))}")
+    if numbers.device != device:
+        raise ValueError(f"{name}: is on {numbers.device}; want the device of q, {device}")
 
 
 def check_rotary(cos: Tensor, sin: Tensor, head_dim: int, positions: int, like: Tensor) -> None:

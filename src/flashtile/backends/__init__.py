@@ -3,9 +3,9 @@
     supports(spec, device)                             -> None, or the reason why it cannot take the spec there
     forward(spec, q, k, v)                             -> out, lse
     forward_like(spec, q, k, v)                        -> f(q, k, v) for tensors that lie like these, or None (optional)
-    decode(spec, q, k_cache, v_cache, first, end, places, paged, num_splits)
-                                                       -> out, lse over the keys first ... end of each sequence, int64,
-                                                          in rows `places` (B,) or in pages (B, pages) (optional)
+    append(call, q, k, v, rotary)                      -> q turned; k, turned, and v are in the cache then
+    decode(call, q, num_splits)                        -> out, lse of a CachedCall (optional, as are its neighbours)
+    passes_over(call)                                  -> None, or why it leaves a CachedCall to `forward`
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
     passes_on(spec)                                    -> None, or why another is as good for it (optional)
     leaves_backward(spec)                              -> None, or why the backward pass goes to another (optional)

@@ -55,7 +55,7 @@ class _Config(ctypes.Structure):
 
 
 class Launcher(ABC):
-    """A kernel, with a launch prepared for each problem: a spec (any key), and how the tensors lie that it reads."""
+    """A kernel, with a launch prepared for each problem: a spec (any key), and what the tensors are that it reads."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple, Run] = {}
@@ -70,7 +70,7 @@ class Launcher(ABC):
         `outputs` are fresh, their layouts a function of the spec and the inputs' layouts.
         """
         device = outputs[0].device
-        key = (spec, device, *[x if x is None else (x.stride(), x.data_ptr() & 15) for x in inputs])
+        key = (spec, device, *[x if x is None else (x.dtype, x.stride(), x.data_ptr() & 15) for x in inputs])
         run = self._runs.get(key)
         if run is None:
             if len(self._runs) >= MAX_REMEMBERED:

@@ -31,12 +31,17 @@ def visible(spec: AttentionSpec, device: torch.device) -> Tensor:
     return seen
 
 
-def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Differentiable standard attention in the dtype of q: out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
 
-    A query that sees no key gets out = 0 and lse = -inf, and zero gradients.
+    A query that sees no key gets out = 0 and lse = -inf, and zero gradients. With alibi_slopes (B, Hq),
+    -slope |i + Sk - Sq - j| is added to the score of query i and key j, behind the soft cap.
     """
     scores, seen = _scores(spec, q, k)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, :, None, None] * _distance(spec, q.device)
     empty = ~seen.any(-1, keepdim=True)  # (Sq, 1)
     scores = scores.masked_fill(~seen, float("-inf")).masked_fill(empty, 0.0)
     lse = scores.logsumexp(-1, keepdim=True)  # (B, Hq, Sq, 1)
@@ -45,10 +50,12 @@ def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     return out, lse.masked_fill(empty, float("-inf")).squeeze(-1)
 
 
-def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in the dtype of q, lse (B, Hq, Sq) in float32 (float64 for float64 inputs)."""
     exact = spec.lse_dtype
-    out, lse = attend(spec, q.to(exact), k.to(exact), v.to(exact))
+    out, lse = attend(spec, q.to(exact), k.to(exact), v.to(exact), alibi_slopes)
     return out.to(spec.dtype).contiguous(), lse
 
 
@@ -92,6 +99,12 @@ def _scores(spec: AttentionSpec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     if spec.softcap > 0:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     return scores, visible(spec, q.device)
+
+
+def _distance(spec: AttentionSpec, device: torch.device) -> Tensor:
+    """(Sq, Sk): how far key j is from query i, the last of each beside each other."""
+    i = torch.arange(spec.seqlen_q, device=device)[:, None] + spec.offset
+    return (i - torch.arange(spec.seqlen_k, device=device)).abs()
 
 
 def _per_query_head(spec: AttentionSpec, x: Tensor) -> Tensor:

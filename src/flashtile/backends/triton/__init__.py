@@ -20,11 +20,12 @@ _INTERPRETED = env.triton_interpret()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 if _INSTALLED:
+    from .append import append
     from .backward import backward
-    from .decode import decode
+    from .decode_launch import decode, passes_over
     from .forward import forward, forward_like
 
-__all__ = ["backward", "decode", "forward", "forward_like", "plan", "supports"]
+__all__ = ["append", "backward", "decode", "forward", "forward_like", "passes_over", "plan", "supports"]
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:

@@ -1,221 +1,317 @@
 """Flash-Decoding in Triton (FlashAttention-2 section 3.2): the keys of a sequence split over programs, parts merged.
 
-A program has one part of the keys of one key head of one sequence; the queries of its group, all Sq of each head, are
-the rows of its one tile: row r is query r // group of head r % group. How many keys there are is read on the device.
+A task is one key head of one sequence; the queries of its group, all Sq of each head, are the rows of its one tile
+(more than TILE_M rows: of several tasks). Row r is query r // group of head r % group.
+
+How many keys there are is read on the device, so that a grid does not depend on it. With SHARED the blocks of all
+tasks lie in one line, task after task, and every program takes an equal share of that line, whatever the lengths
+are: the end of one task, whole ones, the beginning of another. A task that lies in one share is written at once, the
+others as parts: a program has at most one part that began before its share, kept in slot 2 p, and one that goes on
+behind it, in slot 2 p + 1. `merge_kernel` finds them by the same arithmetic. Without SHARED a program has one task.
 
 Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_size, Hk, D | Dv) · parts: out
-(splits, B, Hq, Sq, Dv) and lse (splits, B, Hq, Sq), float32 · out (B, Sq, Hq, Dv) · lse (B, Hq, Sq).
+(2 programs, TILE_M, Dv) and lse (2 programs, TILE_M), float32 · out (B, Sq, Hq, Dv) · lse (B, Hq, Sq).
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...spec import MAX_SPLITS, AttentionSpec
-from ..launcher import Launcher, Run, prepared
-from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
-from .tile import LN2, softmax_step, tanh
+from .tile import LN2, LOG2E, softmax_step, tanh
 
-OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}  # with 4 warps registers spill from D 128 on
-# Keys of a part at least: fewer are not worth what merging costs. An estimate, as are the two programs wanted for each
-# multiprocessor.
-KEYS_OF_A_PART = 256
-PROGRAMS_PER_MULTIPROCESSOR = 2
+EXPONENT = tl.constexpr(0x7F800000)  # the bits of a float32's
+FLOAT32_TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def key_range(
-    n_keys, seqlen_q, split, n_splits, window_left, window_right,
-    TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """(begin, stop): the key blocks of a part, of those that any query of the sequence sees."""
-    offset = n_keys - seqlen_q
+def span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity):
+    """(first, n_keys) of a sequence, or of a vector of them; never past the cache."""
+    end = capacity
+    if seqlens_ptr is not None:
+        end = tl.minimum(tl.load(seqlens_ptr + sequence, here, 0).to(tl.int32) + seqlen_new, capacity)
     first = 0
+    if leftpad_ptr is not None:
+        first = tl.load(leftpad_ptr + sequence, here, 0).to(tl.int32)
+    return first, tl.maximum(end - first, 0)
+
+
+@triton.jit
+def key_blocks(
+    n_keys, seqlen_q, window_left, window_right, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):
+    """(first, how many): the key blocks that any query of a sequence sees; one at least: its rows must be written."""
+    offset = n_keys - seqlen_q
+    first = n_keys * 0
     end = n_keys
     if HAS_LEFT:
         first = tl.maximum(offset - window_left, 0) // TILE_N
     if HAS_RIGHT:
         end = tl.minimum(n_keys, tl.maximum(offset + seqlen_q + window_right, 0))
-    blocks = tl.maximum(tl.cdiv(end, TILE_N) - first, 0)
-    return first + blocks * split // n_splits, first + blocks * (split + 1) // n_splits
+    return first, tl.maximum(tl.cdiv(end, TILE_N) - first, 1)
 
 
-@triton.jit(do_not_specialize=["n_splits", "seqlen_q", "heads_k", "group", "window_left", "window_right", "page_size"])
+@triton.jit
+def blocks_of_sequences(
+    batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(TILE_B,) blocks of the line that belong to each sequence, which has so many `tasks`."""
+    sequence = tl.arange(0, TILE_B)
+    here = sequence < batches
+    _, n_keys = span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+    _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+    return tl.where(here, blocks * tasks, 0)
+
+
+@triton.jit
+def share_of_line(n_blocks, n_programs, least):
+    """Blocks of the line for each program: `least` at least, so that short lines go to fewer programs."""
+    return tl.maximum(tl.cdiv(n_blocks, n_programs), least)
+
+
+@triton.jit
+def page_of_keys(places_ptr, key, n_keys, batch, stride_pb, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The row or page, int64, of the keys key ... key + TILE_N of a sequence; each key's where pages are less."""
+    if PAGE_SIZE == 0:
+        page = batch
+        if places_ptr is not None:
+            page = tl.load(places_ptr + batch)
+    else:
+        table_ptr = places_ptr + batch * stride_pb
+        if PAGE_SIZE < TILE_N:
+            key += tl.arange(0, TILE_N)
+        page = tl.load(table_ptr + key // PAGE_SIZE, key < n_keys, 0)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def load_keys(ptr, stride_b, stride_s, page, token, inside, D: tl.constexpr, TILE_D: tl.constexpr):
+    """(TILE_N, TILE_D) tile of K or V of one head, zero outside."""
+    dims = tl.arange(0, TILE_D)
+    at = page * stride_b + token.to(tl.int64) * stride_s
+    mask = inside[:, None]
+    if D < TILE_D:
+        mask &= (dims < D)[None, :]
+    return tl.load(ptr + (at[:, None] + dims[None, :]), mask, 0.0)
+
+
+@triton.jit
+def as_float16(q):
+    """(rows of q times a power of two that puts their largest in 1 ... 2, as float16; what to multiply by afterwards).
+
+    For float8 keys: float16 holds those exactly, and one instruction makes two; bfloat16 takes more, and slower ones.
+    """
+    largest = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), FLOAT32_TINY)
+    power = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
+
+
+@triton.jit
+def float16_in_ptx(x):
+    """A float8 tile as float16, converted as it was loaded.
+
+    Triton would move it first to where a product wants it, for V one byte at a time, as matrices of bytes cannot be
+    transposed on the way. An instruction that it does not know it leaves in its place: a third fewer in the loop.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+        "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def with_sink(out, lse, sink):
+    """out (TILE_M, TILE_DV) and lse (TILE_M,) with one more score in each row's softmax, which has no value."""
+    most = tl.maximum(lse, sink)
+    shift = tl.where(most == float("-inf"), 0.0, most)
+    total = shift + tl.log(tl.exp(lse - shift) + tl.exp(sink - shift))
+    weight = tl.where(lse == float("-inf"), 0.0, tl.exp(lse - total))
+    return out * weight[:, None], tl.where(most == float("-inf"), float("-inf"), total)
+
+
+@triton.jit(do_not_specialize=[
+    "stride_pb", "stride_slopes", "stride_k_descale", "stride_v_descale", "batches", "seqlen_q", "heads_k", "group",
+    "seqlen_new", "capacity", "least", "window_left", "window_right",
+])  # fmt: skip
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, end_ptr, places_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
+    out_parts_ptr, lse_parts_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
-    n_splits, seqlen_q, heads_k, group, page_size, softmax_scale, unit, cap_in, window_left, window_right,
+    stride_slopes, stride_k_descale, stride_v_descale,
+    batches, seqlen_q, heads_k, group, seqlen_new, capacity, least, softmax_scale, unit, cap_in,
+    window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
-    NEGATIVE: tl.constexpr, PAGED: tl.constexpr,
+    NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, FLOAT8_PTX: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys: grid (splits * blocks of rows * Hk * B,). `places` are pages, or rows of the cache."""
-    blocks = tl.cdiv(seqlen_q * group, TILE_M)
-    split = tl.program_id(0) % n_splits
-    m_block = tl.program_id(0) // n_splits % blocks
-    head_k = (tl.program_id(0) // n_splits // blocks % heads_k).to(tl.int64)
-    batch = (tl.program_id(0) // n_splits // blocks // heads_k).to(tl.int64)
-    row = m_block * TILE_M + tl.arange(0, TILE_M)
-    query = row // group
-    head = head_k * group + row % group
-    dims, dims_v = tl.arange(0, TILE_D), tl.arange(0, TILE_DV)
-    here = query < seqlen_q
-    q_at = batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh
-    q = tl.load(q_ptr + q_at[:, None] + dims[None, :], here[:, None] & (dims < D)[None, :], 0.0)
-    if EXACT:
-        q *= softmax_scale
-    if NEGATIVE:  # unit is positive: q carries the scale's sign
-        q = -q
-    first = tl.load(first_ptr + batch)
-    n_keys = (tl.load(end_ptr + batch) - first).to(tl.int32)
-    acc = tl.zeros([TILE_M, TILE_DV], tl.float32)
-    m = tl.full([TILE_M], float("-inf"), tl.float32)
-    l = tl.zeros([TILE_M], tl.float32)
-    begin, stop = key_range(n_keys, seqlen_q, split, n_splits, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-    for n_block in range(begin, stop):
-        key = n_block * TILE_N + tl.arange(0, TILE_N)
-        inside = key < n_keys
-        token = first + key
-        if PAGED:
-            page = tl.load(places_ptr + batch * stride_pb + token // page_size, inside, 0).to(tl.int64)
-            token = token % page_size
+    """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
+
+    `places` are pages, or rows of the cache, or None: sequence b has row b.
+    """
+    m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
+    tasks = heads_k * m_blocks
+    program = tl.program_id(0)
+    position = program
+    stop = position + 1
+    if SHARED:
+        line = blocks_of_sequences(
+            batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        n_blocks = tl.sum(line, 0)
+        share = share_of_line(n_blocks, tl.num_programs(0), least)
+        position = program * share
+        stop = tl.minimum(position + share, n_blocks)
+    while position < stop:
+        if SHARED:
+            line = blocks_of_sequences(  # again, lest it takes registers in the loop over keys
+                batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+                TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            before = tl.cumsum(line, 0) <= position
+            sequence = tl.sum(before.to(tl.int32), 0)
+            inside_sequence = position - tl.sum(tl.where(before, line, 0), 0)
         else:
-            page = tl.load(places_ptr + batch).to(tl.int64)
-        k_at = page * stride_kb + token * stride_ks + head_k * stride_kh
-        k = tl.load(k_ptr + k_at[:, None] + dims[None, :], inside[:, None] & (dims < D)[None, :], 0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if SOFTCAP:
-            s = tanh(s * cap_in)
-        seen = inside[None, :]
-        diagonal = query[:, None] + (n_keys - seqlen_q)
-        if HAS_LEFT:
-            seen &= key[None, :] >= diagonal - window_left
-        if HAS_RIGHT:
-            seen &= key[None, :] <= diagonal + window_right
-        p, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), unit, m, l, EXACT)
-        v_at = page * stride_vb + token * stride_vs + head_k * stride_vh
-        v = tl.load(v_ptr + v_at[:, None] + dims_v[None, :], inside[:, None] & (dims_v < DV)[None, :], 0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    empty = l == 0
-    out = acc / tl.where(empty, 1.0, l)[:, None]
-    lse = m + tl.log2(l) * LN2 if EXACT else (m * unit + tl.log2(l)) * LN2
-    lse = tl.where(empty, float("-inf"), lse)
-    batches = tl.num_programs(0) // n_splits // blocks // heads_k
-    at = ((split * batches + batch) * heads_k * group + head) * seqlen_q + query
-    tl.store(lse_ptr + at, lse, here)
-    tl.store(out_ptr + at[:, None] * DV + dims_v[None, :], out, here[:, None] & (dims_v < DV)[None, :])
+            sequence = position // tasks
+        first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+        n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+        if SHARED:
+            task = inside_sequence // blocks
+            begin = inside_sequence % blocks
+            end = tl.minimum(blocks, begin + stop - position)
+        else:
+            task = position % tasks
+            begin = 0
+            end = blocks
+        batch = sequence.to(tl.int64)
+        head_k = (task // m_blocks).to(tl.int64)
+        row = task % m_blocks * TILE_M + tl.arange(0, TILE_M)
+        query = row // group
+        head = head_k * group + row % group
+        here = query < seqlen_q
+        dims, dims_v = tl.arange(0, TILE_D), tl.arange(0, TILE_DV)
+        q_at = batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh
+        q = tl.load(q_ptr + (q_at[:, None] + dims[None, :]), here[:, None] & (dims < D)[None, :], 0.0)
+        k_scale = 1.0
+        if k_descale_ptr is not None:
+            k_scale = tl.load(k_descale_ptr + batch * stride_k_descale + head_k)
+        base_2 = unit  # scores in base 2 are s * base_2
+        if EXACT:
+            q *= softmax_scale * k_scale
+        elif not SOFTCAP:
+            base_2 = unit * k_scale
+        if NEGATIVE:  # unit is positive: q carries the scale's sign
+            q = -q
+        if BY_HALVES:
+            q, q_scale = as_float16(q)
+        s_unit = base_2
+        if slopes_ptr is not None:
+            slope = tl.load(slopes_ptr + batch * stride_slopes + head, here, 0.0)[:, None] * LOG2E
+            s_unit = 1.0
+        acc = tl.zeros([TILE_M, TILE_DV], tl.float32)
+        m = tl.full([TILE_M], float("-inf"), tl.float32)
+        l = tl.zeros([TILE_M], tl.float32)
+        diagonal = (query + (n_keys - seqlen_q))[:, None]
+        page = page_of_keys(places_ptr, (n_first + begin) * TILE_N, n_keys, batch, stride_pb, TILE_N, PAGE_SIZE)
+        for n_block in range(n_first + begin, n_first + end):
+            keys = n_block * TILE_N + tl.arange(0, TILE_N)
+            inside = keys < n_keys
+            token = keys % PAGE_SIZE if PAGE_SIZE > 0 else first + keys
+            k = load_keys(k_ptr + head_k * stride_kh, stride_kb, stride_ks, page, token, inside, D, TILE_D)
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (TILE_M, TILE_N)
+            if BY_HALVES:
+                s *= q_scale[:, None]
+            if SOFTCAP:
+                s = tanh(s * (cap_in * k_scale))
+            if slopes_ptr is not None:
+                s = s * base_2 - slope * tl.abs(diagonal - keys[None, :]).to(tl.float32)
+            seen = inside[None, :]
+            if HAS_LEFT:
+                seen &= keys[None, :] >= diagonal - window_left
+            if HAS_RIGHT:
+                seen &= keys[None, :] <= diagonal + window_right
+            p, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), s_unit, m, l, EXACT)
+            v = load_keys(v_ptr + head_k * stride_vh, stride_vb, stride_vs, page, token, inside, DV, TILE_DV)
+            if FLOAT8_PTX:
+                v = float16_in_ptx(v)
+            if PAGE_SIZE > 0:  # the next block's: read in its own step it would halve the blocks in flight
+                page = page_of_keys(places_ptr, (n_block + 1) * TILE_N, n_keys, batch, stride_pb, TILE_N, PAGE_SIZE)
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
+
+        empty = l == 0
+        out = acc / tl.where(empty, 1.0, l)[:, None]
+        if v_descale_ptr is not None:
+            out *= tl.load(v_descale_ptr + batch * stride_v_descale + head_k)
+        lse = m + tl.log2(l) * LN2 if EXACT and slopes_ptr is None else (m * s_unit + tl.log2(l)) * LN2
+        lse = tl.where(empty, float("-inf"), lse)
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
+            out, lse = with_sink(out, lse, tl.where(begin == 0, sink, float("-inf")))  # in one part of a task
+        stored = here[:, None] & (dims_v < DV)[None, :]
+        if not SHARED or end - begin == blocks:
+            out_at = ((batch * seqlen_q + query) * heads_k * group + head) * DV
+            tl.store(out_ptr + (out_at[:, None] + dims_v[None, :]), out.to(out_ptr.dtype.element_ty), stored)
+            tl.store(lse_ptr + (batch * heads_k * group + head) * seqlen_q + query, lse, here)
+        else:
+            at = (2 * program + (begin == 0)).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+            tl.store(out_parts_ptr + (at[:, None] * DV + dims_v[None, :]), out, stored)
+            tl.store(lse_parts_ptr + at, lse, here)
+        position += end - begin if SHARED else 1
 
 
-@triton.jit(do_not_specialize=["n_splits", "seqlen_q", "heads_q"])
+@triton.jit(do_not_specialize=[
+    "programs", "batches", "seqlen_q", "heads_k", "group", "seqlen_new", "capacity", "least", "window_left",
+    "window_right",
+])  # fmt: skip
 def merge_kernel(
-    out_parts_ptr, lse_parts_ptr, out_ptr, lse_ptr, n_splits, seqlen_q, heads_q,
-    DV: tl.constexpr, TILE_DV: tl.constexpr, TILE_SPLITS: tl.constexpr,
+    out_parts_ptr, lse_parts_ptr, seqlens_ptr, leftpad_ptr, out_ptr, lse_ptr,
+    programs, batches, seqlen_q, heads_k, group, seqlen_new, capacity, least, window_left, window_right,
+    DV: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr,
+    TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one row from those of its parts: grid (B * Hq * Sq,)."""
-    row = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0).to(tl.int64)
-    split = tl.arange(0, TILE_SPLITS)
-    here = split < n_splits
-    lses = tl.load(lse_parts_ptr + split * rows + row, here, float("-inf"))
-    most = tl.max(lses, 0)
-    shift = tl.where(most == float("-inf"), 0.0, most)  # a row that sees no key
-    weights = tl.exp(lses - shift)
-    total = tl.sum(weights, 0)
-    dims = tl.arange(0, TILE_DV)
-    parts = tl.load(
-        out_parts_ptr + (split * rows + row)[:, None] * DV + dims[None, :], here[:, None] & (dims < DV)[None, :], 0.0
-    )
-    out = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
-    batch, head, query = row // seqlen_q // heads_q, row // seqlen_q % heads_q, row % seqlen_q
-    at = ((batch * seqlen_q + query) * heads_q + head) * DV
-    tl.store(out_ptr + at + dims, out.to(out_ptr.dtype.element_ty), dims < DV)
-    tl.store(lse_ptr + row, tl.where(total == 0, float("-inf"), shift + tl.log(total)))
-
-
-class DecodeSpec(NamedTuple):
-    """What a prepared launch depends on. attention: of all sequences, its seqlen_k the cache's capacity."""
-
-    attention: AttentionSpec
-    page_size: int  # 0: not in pages
-    splits: int
-    index_dtype: torch.dtype  # of places; first and end are int64
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of a tile: the queries of a group, at least the matrix units' 16, at most what registers hold."""
-        rows = self.attention.seqlen_q * self.attention.group
-        return min(16 if self.wide else 64, max(16, triton.next_power_of_2(rows)))
-
-    @property
-    def tile_n(self) -> int:
-        """Keys of a block."""
-        return 32 if self.wide else 64
-
-    @property
-    def wide(self) -> bool:
-        return max(self.attention.head_dim, self.attention.head_dim_v) > 128
-
-
-def parts(spec: AttentionSpec, device: torch.device) -> int:
-    """Into how many parts the keys are split, so that all multiprocessors have work."""
-    programs = 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-    blocks = spec.batch * spec.heads_k
-    wanted = -(-programs * PROGRAMS_PER_MULTIPROCESSOR // max(1, blocks))
-    return max(1, min(wanted, -(-spec.seqlen_k // KEYS_OF_A_PART), MAX_SPLITS))
-
-
-class DecodeKernel(Launcher):
-    """`decode_kernel`, of q, the caches, first, end and places to the parts of out and lse."""
-
-    def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
-        q, k, v, _, _, places, *_ = tensors
-        of = spec.attention
-        unit, cap_in = score_units(of)
-        blocks = -(-of.seqlen_q * of.group // spec.tile_m)
-        arguments = (
-            *tensors, *strides(q), *strides(k), *strides(v), places.stride(0), spec.splits, of.seqlen_q, of.heads_k,
-            of.group, spec.page_size, of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left,
-            of.window_right, of.head_dim, of.head_dim_v, max(16, triton.next_power_of_2(of.head_dim)),
-            max(16, triton.next_power_of_2(of.head_dim_v)), spec.tile_m, spec.tile_n, of.window_left >= 0,
-            of.window_right >= 0, of.softcap > 0, exact(of), unit < 0, spec.page_size > 0,
-        )  # fmt: skip
-        grid = spec.splits * blocks * of.heads_k * of.batch
-        return prepared(decode_kernel, q.device, grid, arguments, len(tensors), OPTIONS)
-
-
-class MergeKernel(Launcher):
-    """`merge_kernel`, of the parts to out and lse."""
-
-    def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
-        of = spec.attention
-        arguments = (
-            *tensors, spec.splits, of.seqlen_q, of.heads_q, of.head_dim_v,
-            max(16, triton.next_power_of_2(of.head_dim_v)), triton.next_power_of_2(spec.splits),
-        )  # fmt: skip
-        grid = of.batch * of.heads_q * of.seqlen_q
-        return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), OPTIONS)
-
-
-DECODE = DecodeKernel()
-MERGE = MergeKernel()
-
-
-def decode(
-    spec: AttentionSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, first: Tensor, end: Tensor, places: Tensor,
-    paged: bool, num_splits: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse, by Flash-Decoding; num_splits of 0: as many parts as the GPU has room for."""
-    splits = num_splits or parts(spec, q.device)
-    of = DecodeSpec(spec, k_cache.shape[1] if paged else 0, splits, places.dtype)
-    rows = (spec.batch, spec.heads_q, spec.seqlen_q)
-    out_parts = torch.empty((splits, *rows, spec.head_dim_v), dtype=torch.float32, device=q.device)
-    lse_parts = torch.empty((splits, *rows), dtype=torch.float32, device=q.device)
-    out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    DECODE(of, (dense_rows(q), k_cache, v_cache, first, end, places), (out_parts, lse_parts))
-    MERGE(of, (out_parts, lse_parts), (out, lse))
-    return out, lse
+    """DIMS of out, and lse, of one row, where its task was split: grid (B * Hq * Sq * blocks of DIMS,)."""
+    dim_blocks = tl.cdiv(DV, DIMS)
+    dim = tl.program_id(0) % dim_blocks * DIMS + tl.arange(0, DIMS)
+    place = (tl.program_id(0) // dim_blocks).to(tl.int64)  # in lse
+    query = (place % seqlen_q).to(tl.int32)
+    head = (place // seqlen_q % (heads_k * group)).to(tl.int32)
+    batch = (place // seqlen_q // (heads_k * group)).to(tl.int32)
+    row = query * group + head % group
+    m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
+    tasks = heads_k * m_blocks
+    line = blocks_of_sequences(
+        batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+        TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    sequence = tl.arange(0, TILE_B)
+    share = share_of_line(tl.sum(line, 0), programs, least)
+    blocks = tl.sum(tl.where(sequence == batch, line, 0), 0) // tasks
+    begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + (head // group * m_blocks + row // TILE_M) * blocks
+    program = begin // share  # the first that has a part
+    n_parts = (begin + blocks - 1) // share - program + 1
+    if n_parts > 1:
+        acc = tl.zeros([DIMS], tl.float32)
+        m = tl.full([], float("-inf"), tl.float32)
+        l = tl.full([], 0.0, tl.float32)
+        for first in range(0, n_parts, PARTS):
+            part = first + tl.arange(0, PARTS)
+            here = part < n_parts
+            at = (2 * (program + part) + (part == 0)).to(tl.int64) * TILE_M + row % TILE_M
+            lses = tl.load(lse_parts_ptr + at, here, float("-inf"))
+            outs = tl.load(
+                out_parts_ptr + (at[:, None] * DV + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0
+            )  # (PARTS, DIMS)
+            m_new = tl.maximum(m, tl.max(lses, 0))
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+            weights = tl.exp(lses - shift)
+            alpha = tl.exp(m - shift)
+            acc = acc * alpha + tl.sum(outs * weights[:, None], 0)
+            l = l * alpha + tl.sum(weights, 0)
+            m = m_new
+        empty = l == 0
+        out = acc / tl.where(empty, 1.0, l)
+        out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
+        tl.store(out_ptr + out_at + dim, out.to(out_ptr.dtype.element_ty), dim < DV)
+        tl.store(lse_ptr + place, tl.where(empty, float("-inf"), m + tl.log(l)))

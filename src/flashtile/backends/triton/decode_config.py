@@ -1,0 +1,114 @@
+"""How Flash-Decoding runs on each architecture: blocks of keys, warps, loads in flight, programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...cache import CachedCall
+from ...spec import AttentionSpec
+from .config import table_of
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Blocks of tile_n keys on num_warps warps, num_stages deep in flight, `programs` of them on a multiprocessor.
+
+    least: blocks of a program's share, below which more programs are not worth what merging costs.
+    """
+
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    least: int
+
+    def __post_init__(self) -> None:
+        for name in ("tile_n", "num_warps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value <= 0 or value & (value - 1):
+                raise ValueError(f"{name}: got {value!r}; want a power of two")
+        if self.tile_n < 16:
+            raise ValueError(f"tile_n: got {self.tile_n}; the matrix units want 16 at least")
+        for name in ("num_stages", "programs", "least"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: got {value!r}; want 1 or more")
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Triton's launch options; multiply-add fusion is named because its default differs between releases."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+
+class Key(NamedTuple):
+    """What the best tiles depend on: bytes per element of the cache, the head dim's tile, rows of a tile."""
+
+    itemsize: int
+    dim: int  # 64, 128 or 256: the power of two that holds D and Dv
+    rows: int
+
+    @staticmethod
+    def of(call: CachedCall) -> Key:
+        dim = max(64, 1 << (max(call.spec.head_dim, call.spec.head_dim_v) - 1).bit_length())
+        return Key(call.cache.k.dtype.itemsize, dim, tile_m(call.spec))
+
+
+ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
+
+
+def tile_m(spec: AttentionSpec) -> int:
+    """Rows of a tile: the queries of a group, so far as registers hold them; a wide head leaves room for few."""
+    if max(spec.head_dim, spec.head_dim_v) > 128:
+        return ROWS[0]
+    return next((rows for rows in ROWS if rows >= spec.seqlen_q * spec.group), ROWS[-1])
+
+
+Table = dict[Key, DecodeTiles]
+
+
+def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]]) -> Table:
+    """A table from (itemsize, dim): tiles, or those for 16, 32 and 64 rows."""
+    table = {}
+    for key, tiles in rows.items():
+        for n, one in zip(ROWS, tiles if isinstance(tiles, tuple) else (tiles,) * len(ROWS), strict=True):
+            table[Key(*key, n)] = one
+    return table
+
+
+# Not measured yet. A multiprocessor's share of an H200's 4.8 TB/s is 36 bytes a nanosecond, and a load under way takes
+# about one microsecond: 36 KB must be in flight, and three times that leaves room for what is uneven. A block of 64
+# keys at D 128 is 32 KiB of K and V in 16 bits; with 3 stages two of them are in flight, in each of two programs. With
+# 8 warps registers hold one program, which has more stages.
+SM_90 = _table({
+    (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
+    (1, 128): (DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
+    (1, 256): DecodeTiles(16, 4, 6, 3, 16),
+    (2, 64): (DecodeTiles(128, 4, 3, 2, 2), DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4)),
+    (2, 128): (DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(64, 8, 4, 1, 4)),
+    (2, 256): DecodeTiles(32, 4, 3, 2, 8),
+    (4, 64): (DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
+    (4, 128): (DecodeTiles(32, 8, 4, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
+    (4, 256): DecodeTiles(16, 8, 4, 1, 16),
+})  # fmt: skip
+
+# Not measured: tiles that neither spill nor exceed the shared memory (163 KiB, 99 KiB, 64 KiB, 64 KiB) when compiled
+# ahead of time.
+SM_80 = SM_90 | _table({(4, 128): DecodeTiles(32, 8, 2, 2, 8)})
+SMALL = _table(
+    {(itemsize, dim): DecodeTiles(32 if dim > 128 else 64, 8, 2, 2, 4) for itemsize in (1, 2) for dim in (64, 128, 256)}
+    | {(4, dim): DecodeTiles(16 if dim > 128 else 32, 8, 2, 2, 8) for dim in (64, 128, 256)}
+)
+
+# Small, so that small caches have many blocks, and tasks that are split.
+INTERPRETER = _table({(size, dim): DecodeTiles(16, 1, 1, 5, 1) for size in (1, 2, 4) for dim in (64, 128, 256)})
+
+TABLES = {
+    "sm_80": SM_80, "sm_90": SM_90, "sm_120": SMALL, "gfx942": SMALL, "gfx1201": SMALL, "interpreter": INTERPRETER,
+}  # fmt: skip
+
+
+def choose(call: CachedCall, arch: str) -> DecodeTiles:
+    """The tiles for a call on `arch`."""
+    return TABLES[table_of(arch)][Key.of(call)]

@@ -1,0 +1,127 @@
+"""From a checked call over a cache to running kernels: how many programs share its keys, grid and arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...arch import arch_of
+from ...cache import FP8, CachedCall
+from ...spec import AttentionSpec
+from ..launcher import Launcher, Run, prepared
+from .decode import decode_kernel, merge_kernel
+from .decode_config import DecodeTiles, choose, tile_m
+from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
+
+MERGED_DIMS = 32  # of a row's output, for each program that merges: so that one row's parts go to several
+MERGED_PARTS = 128  # at a time: 32 float32 for each of its threads
+MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+class DecodeSpec(NamedTuple):
+    """What a prepared launch depends on. attention: of all sequences, its seqlen_k the cache's capacity."""
+
+    attention: AttentionSpec
+    page_size: int  # 0: not in pages
+    seqlen_new: int
+    arch: str
+    tiles: DecodeTiles
+    programs: int  # that share the keys; 0: each task has a program, and nothing is split
+    least: int  # blocks of a share
+
+    @property
+    def tasks(self) -> int:
+        of = self.attention
+        return of.batch * of.heads_k * -(-of.seqlen_q * of.group // tile_m(of))
+
+
+def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: int) -> DecodeSpec:
+    """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once."""
+    of, cache, tiles = call.spec, call.cache, choose(call, arch)
+    whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, tiles.least)
+    if num_splits:
+        return whole if num_splits == 1 else whole._replace(programs=num_splits * whole.tasks, least=1)
+    shares = -(-of.seqlen_k // (tiles.tile_n * tiles.least))  # of a task at most
+    if shares <= 1:
+        return whole
+    return whole._replace(programs=min(multiprocessors * tiles.programs, shares * whole.tasks))
+
+
+class DecodeKernel(Launcher):
+    """`decode_kernel`, of q, the cache, scales and parts to out and lse."""
+
+    def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
+        q, k, v, _, _, places, slopes, _, k_descale, v_descale, *_ = tensors
+        of = spec.attention
+        unit, cap_in = score_units(of)
+        arguments = (
+            *tensors, *strides(q), *strides(k), *strides(v),
+            *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
+            of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k, spec.least, of.softmax_scale,
+            max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right, of.head_dim, of.head_dim_v,
+            max(16, triton.next_power_of_2(of.head_dim)), max(16, triton.next_power_of_2(of.head_dim_v)),
+            triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
+            of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
+            k.dtype == FP8 and q.dtype == torch.bfloat16,
+            k.dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_"), spec.programs > 0,
+        )  # fmt: skip
+        grid = spec.programs or spec.tasks
+        return prepared(decode_kernel, q.device, grid, arguments, len(tensors), spec.tiles.options)
+
+
+class MergeKernel(Launcher):
+    """`merge_kernel`, of the parts and the lengths to out and lse."""
+
+    def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
+        of = spec.attention
+        arguments = (
+            *tensors, spec.programs, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k,
+            spec.least, of.window_left, of.window_right, of.head_dim_v, MERGED_DIMS, MERGED_PARTS,
+            triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
+            of.window_right >= 0,
+        )  # fmt: skip
+        grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // MERGED_DIMS)
+        return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), MERGE_OPTIONS)
+
+
+DECODE = DecodeKernel()
+MERGE = MergeKernel()
+
+
+def passes_over(call: CachedCall) -> str | None:
+    """Why a call over a cache is left to kernels for one sequence."""
+    if call.cache.k.stride(-1) != 1 or call.cache.v.stride(-1) != 1:
+        return "it reads keys and values of a last stride of 1"
+    arch = arch_of(call.cache.k.device)
+    if call.cache.k.dtype == FP8 and arch is not None and arch.startswith("sm_8") and arch != "sm_89":
+        return f"{arch} has no float8"
+    return None
+
+
+def decode(call: CachedCall, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), by Flash-Decoding; num_splits: see `decode_spec`."""
+    of, cache, device = call.spec, call.cache, q.device
+    arch = arch_of(device)
+    assert arch is not None, "a tensor on a GPU, and no GPU"
+    multiprocessors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    spec = decode_spec(call, num_splits, arch, multiprocessors)
+    parts: tuple[Tensor | None, Tensor | None] = (None, None)
+    if spec.programs:
+        slots = 2 * spec.programs, tile_m(of)
+        parts = (
+            torch.empty((*slots, of.head_dim_v), dtype=torch.float32, device=device),
+            torch.empty(slots, dtype=torch.float32, device=device),
+        )
+    out = torch.empty((of.batch, of.seqlen_q, of.heads_q, of.head_dim_v), dtype=q.dtype, device=device)
+    lse = torch.empty((of.batch, of.heads_q, of.seqlen_q), dtype=torch.float32, device=device)
+    inputs = (
+        dense_rows(q), cache.k, cache.v, cache.seqlens, cache.leftpad, cache.places, call.alibi_slopes, call.sinks,
+        cache.k_descale, cache.v_descale, *parts,
+    )  # fmt: skip
+    DECODE(spec, inputs, (out, lse))
+    if spec.programs:
+        MERGE(spec, (*parts, cache.seqlens, cache.leftpad), (out, lse))
+    return out, lse

@@ -1,0 +1,127 @@
+"""One checked call over a cache of keys and values: where they lie, and what else goes into the softmax.
+
+Legend: B sequences, Sq queries and Sn new keys each; a cache is (rows, capacity, Hk, D) or, paged,
+(pages, page_size, Hk, D). Sequence b has the keys first ... end of its row or of its pages; the last Sn are the new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .spec import AttentionSpec
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where the keys and values of each sequence lie. The last stride of every tensor but k and v is 1.
+
+    k, v: (rows, capacity, Hk, D) and (rows, capacity, Hk, Dv); with a block_table (pages, page_size, ...).
+    rows: (B,) the row of each sequence; None: sequence b has row b.
+    block_table: (B, pages of a sequence), or None.
+    seqlens: (B,) where the keys end without the new ones; None: where those just fit.
+    leftpad: (B,) where the keys begin; None: at 0.
+    seqlen_new: Sn.
+    k_descale, v_descale: (B, Hk) float32: what is stored, times this, is meant; None: 1.
+    """
+
+    k: Tensor
+    v: Tensor
+    rows: Tensor | None
+    block_table: Tensor | None
+    seqlens: Tensor | None
+    leftpad: Tensor | None
+    seqlen_new: int
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """The most keys that a sequence may have."""
+        return self.k.shape[1] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def places(self) -> Tensor | None:
+        """The pages (B, pages of a sequence), or the rows (B,), of the sequences; None: sequence b has row b."""
+        return self.rows if self.block_table is None else self.block_table
+
+    @property
+    def page_size(self) -> int:
+        """Keys of a page; 0: not in pages."""
+        return 0 if self.block_table is None else self.k.shape[1]
+
+    def spans(self, batch: int) -> tuple[Tensor, Tensor]:
+        """first and end of the keys of each sequence, (B,) int64 each."""
+        device = self.k.device
+        first = torch.zeros(batch, dtype=torch.int64, device=device) if self.leftpad is None else self.leftpad.long()
+        if self.seqlens is None:
+            return first, torch.full((batch,), self.capacity, device=device)
+        return first, self.seqlens.long() + self.seqlen_new
+
+    def write(self, k: Tensor, v: Tensor, start: Tensor) -> None:
+        """New keys and values (B, Sn, Hk, D) as tokens start ... start + Sn of each sequence."""
+        batch, seqlen = k.shape[:2]
+        token = start[:, None] + torch.arange(seqlen, device=k.device)
+        indices = self._indices(torch.arange(batch, device=k.device)[:, None].expand(batch, seqlen), token)
+        self.k[indices], self.v[indices] = _stored(k, self.k, self.k_descale), _stored(v, self.v, self.v_descale)
+
+    def read(self, sequence: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (1, end - first, Hk, D) of a sequence, float32 where they are stored as float8."""
+        if self.block_table is None:
+            row = sequence if self.rows is None else int(self.rows[sequence])
+            k, v = self.k[row : row + 1, first:end], self.v[row : row + 1, first:end]
+        else:
+            token = torch.arange(first, end, device=self.k.device)
+            indices = self._indices(torch.full_like(token, sequence), token)
+            k, v = self.k[indices][None], self.v[indices][None]
+        return _meant(k, self.k_descale, sequence), _meant(v, self.v_descale, sequence)
+
+    def _indices(self, sequence: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices into the first two dims of k and v."""
+        if self.block_table is None:
+            return (sequence if self.rows is None else self.rows[sequence].long()), token
+        page_size = self.k.shape[1]
+        return self.block_table[sequence, token // page_size].long(), token % page_size
+
+
+def _stored(new: Tensor, cache: Tensor, descale: Tensor | None) -> Tensor:
+    """New keys or values (B, Sn, Hk, D) in the cache's dtype: float8 has no infinity, so that they stop at its end."""
+    if cache.dtype != FP8:
+        return new
+    new = new.float() if descale is None else new.float() / descale[:, None, :, None]
+    return new.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _meant(stored: Tensor, descale: Tensor | None, sequence: int) -> Tensor:
+    """The keys or values (1, S, Hk, D) of one sequence that are stored so."""
+    if stored.dtype != FP8:
+        return stored
+    return stored.float() if descale is None else stored.float() * descale[sequence, :, None]
+
+
+@dataclass(frozen=True)
+class CachedCall:
+    """One checked call. spec: of all sequences, its seqlen_k the cache's capacity.
+
+    alibi_slopes: (B, Hq) float32, or None: -slope |i + Sk - Sq - j| is added to the score of query i and key j.
+    sinks: (Hq,), or None: a score that has no value, in the softmax of each query of a head.
+    """
+
+    spec: AttentionSpec
+    cache: Cache
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """cos, sin: (positions, R). interleaved: pairs are neighbours."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
