@@ -108,8 +108,8 @@ class BackwardTiles:
 
 
 BACKWARD_D64 = BackwardTiles(64, tile_m=64, stages=2, key_stages=2, value_stages=2, dv_first=True)
-"""16k tokens on an H200: V in one slot -3 %, three stages of queries 0 to -1 % at S = 1k and 8k. dV first: S = 2k, 8k and
-16k full 423, 466, 473 -> 438, 481, 490 TFLOP/s, causal -2 % at 512 and 2k, +3 % at 8k."""
+"""16k tokens on an H200: V in one slot -3 %, three stages of queries 0 to -1 % at S = 1k and 8k. dV first: S = 2k, 8k
+and 16k full 423, 466, 473 -> 438, 481, 490 TFLOP/s, causal -2 % at 512 and 2k, +3 % at 8k."""
 BACKWARD_D128 = BackwardTiles(128, tile_m=64, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ first: S = 2k, 8k and 16k full 515, 577, 553 -> 533, 587, 597."""
 BACKWARD_D256 = BackwardTiles(256, tile_m=64, stages=2, key_stages=1, value_stages=1)
