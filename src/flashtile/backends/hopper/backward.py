@@ -41,8 +41,6 @@ LEFT_EDGE = gl.constexpr(9)
 TURN = gl.constexpr(10)  # blocks past the first at which the tile begins
 FIELDS = gl.constexpr(16)
 
-Q, DOUT = gl.constexpr(0), gl.constexpr(1)  # the parts of a slot of the ring of rows; beside them shifts and deltas
-
 
 @aggregate
 class Problem:
@@ -105,28 +103,26 @@ def load_keys(desc, ring, position, batch, head, key):
 
 
 @gluon.jit
-def load_rows(p, q_desc, dout_desc, rows_desc, ring, numbers, position, batch, head, row):
-    """Line 9: a block of Q with its shifts, and of dO with its deltas."""
+def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, which: gl.constexpr):
+    """Line 9: a block of Q and its shifts, or a block of dO and its deltas."""
     full = ring.await_empty(position)
-    mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + rows_desc.block_type.nbytes))
-    at = (batch * p.heads_q + head) * p.row_blocks * p.TILE_M + row
-    load_async(q_desc, [batch, row, head, 0], full, ring.buffer(position, Q))
-    load_async(dout_desc, [batch, row, head, 0], full, ring.buffer(position, DOUT))
-    load_async(rows_desc, [at], full, numbers.index(ring.slot(position) * 2 + Q))
-    load_async(rows_desc, [p.heads * p.row_blocks * p.TILE_M + at], full, numbers.index(ring.slot(position) * 2 + DOUT))
+    mbarrier.expect(full, desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    load_async(desc, [batch, row, head, 0], full, ring.buffer(position, 0))
+    at = ((which * p.heads + batch * p.heads_q + head) * p.row_blocks) * p.TILE_M + row
+    load_async(rows_desc, [at], full, numbers.index(ring.slot(position)))
 
 
 @gluon.jit
 def first_step(ring):
-    """The position at which both the ring of rows and that of dS, two deep, start."""
+    """The position at which both the rings of queries and that of dS, two deep, start."""
     return 2 * ring.first()
 
 
 @gluon.jit
-def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, ring, k_ring, v_ring, numbers):
+def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas):
     """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO."""
     entry, n_tiles = p.tiles()
-    position = first_step(ring)
+    position = first_step(q_ring)
     tile = k_ring.first()
     for _ in range(n_tiles):
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
@@ -136,10 +132,11 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, ring, k_ring, v_r
             head = head_k * p.group + i
             for j in range(first, end):
                 row = turned(j, first, end, turn) * p.TILE_M
-                load_rows(p, q_desc, dout_desc, rows_desc, ring, numbers, position, batch, head, row)
+                load_rows(p, q_desc, rows_desc, q_ring, shifts, position, batch, head, row, 0)
                 if i == 0:
                     if j == first:
                         load_keys(v_desc, v_ring, tile, batch, head_k, key)
+                load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
                 position += 1
         tile += 1
         entry += FIELDS
@@ -220,47 +217,52 @@ def anew(position):
 
 
 @gluon.jit
-def row_numbers(p, which: gl.constexpr, numbers, ring, position, layout: gl.constexpr):
-    """(KEYS, TILE_M): the shifts, beside Q, or the deltas, beside dO, of a step that is loaded."""
-    row = numbers.index(ring.slot(position) * 2 + which).load(gl.SliceLayout(0, layout))
+def row_numbers(p, numbers, ring, position, layout: gl.constexpr):
+    """(KEYS, TILE_M): the shifts or deltas of a step, which is loaded."""
+    row = numbers.index(ring.slot(position)).load(gl.SliceLayout(0, layout))
     everywhere, _ = gl.broadcast(row[None, :], gl.zeros([KEYS, p.TILE_M], gl.float32, layout))
     return everywhere
 
 
 @gluon.jit
-def begin_scores(p, warpgroup: gl.constexpr, position, tile, ring, k_ring, numbers, layout: gl.constexpr):
-    """Line 10: issues S^T = K Q^T, which starts from the shifts; with a soft cap, from 0."""
-    ring.await_full(position)
-    start = row_numbers(p, Q, numbers, ring, position, layout)
+def begin_scores(p, warpgroup: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr):
+    """Line 10: issues S^T = K Q^T, which starts from the shifts; with a soft cap, from 0.
+
+    The shifts are loaded first, as behind products a load waits for the operands that those read.
+    """
+    q_ring.await_full(position)
+    start = row_numbers(p, shifts, q_ring, position, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
-    q = matrix(ring.buffer(position, Q))
+    q = matrix(q_ring.buffer(position, 0))
     return warpgroup_mma(k, q.permute((1, 0)), start, use_acc=not p.SOFTCAP, is_async=True)
 
 
 @gluon.jit
-def probabilities(p, s, numbers, ring, position, layout: gl.constexpr):
+def probabilities(p, s, shifts, q_ring, position, layout: gl.constexpr):
     """Line 11: (P^T, the tanh of the scores if there is a soft cap), of scores from `begin_scores`."""
     capped = s
     if p.SOFTCAP:
         capped = tanh(s * p.cap_in)
-        s = capped + row_numbers(p, Q, numbers, ring, position, layout)
+        s = capped + row_numbers(p, shifts, q_ring, position, layout)
     return gl.exp2(s * p.unit), capped
 
 
 @gluon.jit
 def probabilities_and_ds(
-    p, warpgroup: gl.constexpr, s, position, tile, to_mask, entry, row, ring, v_ring, numbers, s_layout: gl.constexpr
+    p, warpgroup: gl.constexpr, s, position, tile, to_mask, entry, row, q_ring, dout_ring, v_ring, shifts, deltas,
+    s_layout: gl.constexpr,
 ):  # fmt: skip
     """Lines 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
     zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
-    dout = matrix(ring.buffer(position, DOUT))
+    dout_ring.await_full(position)
+    dout = matrix(dout_ring.buffer(position, 0))
     v = matrix(v_ring.buffer(tile, warpgroup))
     dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    probs, capped = probabilities(p, s, numbers, ring, position, s_layout)
+    probs, capped = probabilities(p, s, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row)
-    delta = row_numbers(p, DOUT, numbers, ring, position, s_layout)
+    delta = row_numbers(p, deltas, dout_ring, position, s_layout)
     if p.TILE_M > KEYS:  # P in float32 beside dP would not fit in registers
         probs = probs.to(dout.dtype)
     dp, probs = warpgroup_mma_wait(0, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
@@ -272,8 +274,8 @@ def probabilities_and_ds(
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, ring, k_ring, v_ring, ds_ring, out_buffers, numbers,
-    DV_FIRST: gl.constexpr,
+    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers,
+    shifts, deltas, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
@@ -291,7 +293,7 @@ def compute_loop(
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
-    position = first_step(ring)
+    position = first_step(q_ring)
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
@@ -314,37 +316,38 @@ def compute_loop(
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
-                s = begin_scores(p, warpgroup, position, anew(tile), ring, k_ring, numbers, s_layout)
+                s = begin_scores(p, warpgroup, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 probs, ds = probabilities_and_ds(
-                    p, warpgroup, s, position, anew(tile), to_mask, entry, block * p.TILE_M, ring, v_ring, numbers,
-                    s_layout,
+                    p, warpgroup, s, position, anew(tile), to_mask, entry, block * p.TILE_M,
+                    q_ring, dout_ring, v_ring, shifts, deltas, s_layout,
                 )  # fmt: skip
                 full = ds_ring.await_empty(position)
                 ds_ring.buffer(position, warpgroup).store(ds)
                 fence_async_shared()
                 mbarrier.arrive(full)
                 if warpgroup == 0:
-                    if position == first_step(ring):
+                    if position == first_step(q_ring):
                         pass_turn(0, WARPGROUPS)
                 # lines 12 and 16, and line 15 of the step before, whose dQ leaves while the last products run
-                dout = matrix(ring.buffer(position, DOUT))
+                dout = matrix(dout_ring.buffer(position, 0))
                 left = gl.convert_layout(probs, p_layout)
                 if DV_FIRST:
                     dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
-                ds_ring.await_full(position - 1, pred=position > first_step(ring))
+                ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
                 dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
                 if not DV_FIRST:
                     dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
-                q = matrix(ring.buffer(position, Q))
+                q = matrix(q_ring.buffer(position, 0))
                 dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
                 dq = warpgroup_mma_wait(1 if DV_FIRST else 2, deps=(dq,))
-                ds_ring.release(position - 1, pred=position > first_step(ring))
-                if position > first_step(ring):
+                ds_ring.release(position - 1, pred=position > first_step(q_ring))
+                if position > first_step(q_ring):
                     add_dq(dq, sums_desc, sums_buffer, sums_row)
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-                ring.release(position)
+                q_ring.release(position)
+                dout_ring.release(position)
                 tile_before = tile
                 sums_row = (((head + i) * p.row_blocks + block) * WARPGROUPS + warpgroup) * SUMS_ROWS
                 has = True
@@ -375,10 +378,12 @@ def backward_kernel(
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
-    ring = make_ring(q_desc, STAGES, 2, WARPGROUPS)
+    q_ring = make_ring(q_desc, STAGES, 1, WARPGROUPS)
+    dout_ring = make_ring(dout_desc, STAGES, 1, WARPGROUPS)
     k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS, WARPGROUPS)
     v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS, WARPGROUPS)
-    numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, TILE_M], rows_desc.layout)
+    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
@@ -387,9 +392,10 @@ def backward_kernel(
     )
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (compute_loop, (0, p, dk_desc, dv_desc, sums_desc, ring, k_ring, v_ring, ds_ring, out_buffers, numbers,
-                        DV_FIRST)),
-        (compute_loop, (1, p, dk_desc, dv_desc, sums_desc, ring, k_ring, v_ring, ds_ring, out_buffers, numbers,
-                        DV_FIRST)),
-        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc, ring, k_ring, v_ring, numbers)),
+        (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas, DV_FIRST)),
+        (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas, DV_FIRST)),
+        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .backward import (
     BATCH,
-    DOUT,
     END,
     FIELDS,
     FIRST,
@@ -30,7 +29,6 @@ from .backward import (
     KEYS,
     TURN,
     Problem,
-    Q,
     anew,
     begin_scores,
     by_thread,
@@ -73,7 +71,7 @@ def dq_half(half: gl.constexpr, ds_ring, position, k_ring, tile, zero):
 
 
 @gluon.jit
-def value_loop(p, dv_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, numbers):
+def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, shifts):
     """The first warpgroup: P, dV, and the first half of dQ."""
     DIM: gl.constexpr = dv_desc.block_shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
@@ -83,7 +81,7 @@ def value_loop(p, dv_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, 
     dq_zero = gl.zeros([p.TILE_M, DIM // 2], gl.float32, dq_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
-    position = first_step(ring)
+    position = first_step(q_ring)
     tile = k_ring.first()
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
@@ -98,9 +96,10 @@ def value_loop(p, dv_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, 
                 block = turned(j, first, end, turn)
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 10 and 11
-                s = begin_scores(p, 0, position, anew(tile), ring, k_ring, numbers, s_layout)
+                s = begin_scores(p, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 s = warpgroup_mma_wait(0, deps=(s,))
-                probs, capped = probabilities(p, s, numbers, ring, position, s_layout)
+                probs, capped = probabilities(p, s, shifts, q_ring, position, s_layout)
+                q_ring.release(position)
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
@@ -113,13 +112,14 @@ def value_loop(p, dv_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, 
                 probs_ring.buffer(position, 0).store(given.to(dv_desc.dtype))
                 mbarrier.arrive(full)
                 # line 12, and line 15 of the step before
-                dout = matrix(ring.buffer(position, DOUT))
+                dout_ring.await_full(position)
+                dout = matrix(dout_ring.buffer(position, 0))
                 left = gl.convert_layout(probs.to(dv_desc.dtype), p_layout)
                 dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
                 ds_ring.await_full(position - 1, pred=has)
                 dq = dq_half(0, ds_ring, position - 1, k_ring, anew(tile), dq_zero)
                 dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
-                ring.release(position)
+                dout_ring.release(position)
                 ds_ring.release(position - 1, pred=has)
                 if has:
                     add_from_registers(dq, dq_before)
@@ -142,7 +142,7 @@ def value_loop(p, dv_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, 
 
 
 @gluon.jit
-def key_loop(p, dk_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, numbers):
+def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, deltas):
     """The second warpgroup: dS, dK, and the second half of dQ."""
     DIM: gl.constexpr = dk_desc.block_shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
@@ -152,7 +152,7 @@ def key_loop(p, dk_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, nu
     dq_zero = gl.zeros([p.TILE_M, DIM // 2], gl.float32, dq_layout)
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
-    position = first_step(ring)
+    position = first_step(q_ring)
     tile = k_ring.first()
     sums_ptr += p.TILE_M * (DIM // 2)
     for _ in range(n_tiles):
@@ -167,27 +167,29 @@ def key_loop(p, dk_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, nu
                 block = turned(j, first, end, turn)
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 13 and 14
-                ring.await_full(position)
-                start = row_numbers(p, DOUT, numbers, ring, position, s_layout)
-                dout = matrix(ring.buffer(position, DOUT))
+                dout_ring.await_full(position)
+                start = row_numbers(p, deltas, dout_ring, position, s_layout)
+                dout = matrix(dout_ring.buffer(position, 0))
                 v = matrix(v_ring.buffer(anew(tile), 0))
                 dp = warpgroup_mma(v, dout.permute((1, 0)), start, use_acc=True, is_async=True)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
+                dout_ring.release(position)
                 ds = (probs * dp).to(dk_desc.dtype)
                 full = ds_ring.await_empty(position)
                 ds_ring.buffer(position, 0).store(ds)
                 fence_async_shared()
                 mbarrier.arrive(full)
                 # lines 15 and 16
-                q = matrix(ring.buffer(position, Q))
+                q_ring.await_full(position)
+                q = matrix(q_ring.buffer(position, 0))
                 dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
                 ds_ring.await_full(position)
                 dq = dq_half(1, ds_ring, position, k_ring, anew(tile), dq_zero)
                 dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
-                ring.release(position)
+                q_ring.release(position)
                 ds_ring.release(position)
                 add_from_registers(dq, dq_at)
                 has = True
@@ -213,16 +215,19 @@ def wide_backward_kernel(
     """Grid (programs,). Roles: one warpgroup in `value_loop`, one in `key_loop`, one warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
-    ring = make_ring(q_desc, STAGES, 2, 2)
+    q_ring = make_ring(q_desc, STAGES, 1, 2)
+    dout_ring = make_ring(dout_desc, STAGES, 1, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, 1, 2)
     v_ring = make_ring(v_desc, VALUE_STAGES, 1, 2)
-    numbers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, TILE_M], rows_desc.layout)
+    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [1, KEYS, TILE_M], ds_layout), 1, 1, 1, 1)
     ds_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], ds_layout), 2, 1, 1, 2)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (value_loop, (p, dv_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, numbers)),
-        (key_loop, (p, dk_desc, sums_ptr, ring, k_ring, v_ring, probs_ring, ds_ring, numbers)),
-        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc, ring, k_ring, v_ring, numbers)),
+        (value_loop, (p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, shifts)),
+        (key_loop, (p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, deltas)),
+        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
