@@ -223,7 +223,7 @@ def q_parts(p, warpgroup: gl.constexpr, q_ring, position, layout: gl.constexpr):
     q = ()
     for part in gl.static_range(PARTS):
         rows = matrix(q_ring.buffer(position, warpgroup * PARTS + part))
-        q += (rows.load(layout) if p.Q_IN_REGISTERS else rows,)
+        q += (rows.load(layout) if p.Q_IN_REGISTERS else rows,)  # type: ignore[assignment]  # it grows
     return q
 
 
