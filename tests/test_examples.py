@@ -46,14 +46,16 @@ def requests(serve, *shapes):
 
 
 def served(serve, model, workload, *, prefix=PREFIX, **options):
-    """The server that served the workload, and how many requests were running after each step."""
+    """The server that served the workload, first come first served, and how many requests ran after each step."""
     server = serve.Server(model, **{"batch": 4, "page_size": 4, "temperature": 0.0, **options}, prefix=prefix)
     for request in workload:
         server.submit(request)
     ended, running = [], []
     while len(ended) < len(workload):
+        assert server.steps < 200
         ended += server.step()
         running.append(len(server.running))
+        assert [*server.running, *server.waiting] == [request for request in workload if request not in ended]
     num_pages, page_size = server.cache.k.shape[:2]
     assert server.cache.free_pages == num_pages - -(-len(prefix) // page_size)  # all but the prefix's
     return server, running
