@@ -43,16 +43,17 @@ class DecodeTiles:
 
 
 class Key(NamedTuple):
-    """What the best tiles depend on: bytes per element of the cache, the head dim's tile, rows of a tile."""
+    """What the best tiles depend on: bytes per element of the cache, the head dim's tile, rows of a tile, pages."""
 
     itemsize: int
     dim: int  # 64, 128 or 256: the power of two that holds D and Dv
     rows: int
+    in_pages: bool
 
     @staticmethod
     def of(call: CachedCall) -> Key:
         dim = max(64, 1 << (max(call.spec.head_dim, call.spec.head_dim_v) - 1).bit_length())
-        return Key(call.cache.k.dtype.itemsize, dim, tile_m(call.spec))
+        return Key(call.cache.k.dtype.itemsize, dim, tile_m(call.spec), call.cache.page_size > 0)
 
 
 ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
@@ -68,30 +69,43 @@ def tile_m(spec: AttentionSpec) -> int:
 Table = dict[Key, DecodeTiles]
 
 
-def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]]) -> Table:
+def _table(
+    rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]], in_pages: tuple[bool, ...] = (False, True)
+) -> Table:
     """A table from (itemsize, dim): tiles, or those for 16, 32 and 64 rows."""
-    table = {}
+    table: Table = {}
     for key, tiles in rows.items():
         for n, one in zip(ROWS, tiles if isinstance(tiles, tuple) else (tiles,) * len(ROWS), strict=True):
-            table[Key(*key, n)] = one
+            table |= {Key(*key, n, paged): one for paged in in_pages}
     return table
 
 
-# Not measured yet. A multiprocessor's share of an H200's 4.8 TB/s is 36 bytes a nanosecond, and a load under way takes
-# about one microsecond: 36 KB must be in flight, and three times that leaves room for what is uneven. A block of 64
-# keys at D 128 is 32 KiB of K and V in 16 bits; with 3 stages two of them are in flight, in each of two programs. With
-# 8 warps registers hold one program, which has more stages.
+# A multiprocessor's share of an H200's 4.8 TB/s is 36 bytes a nanosecond, and a load under way takes about one
+# microsecond: 36 KB must be in flight, and three times that leaves room for what is uneven. A block of 64 keys at D 128
+# is 32 KiB of K and V in 16 bits, as is one of 128 keys in 8; with 3 stages two of them are in flight, in each of two
+# programs. With 8 warps registers hold one program, which has more stages.
+# Measured on an H200, at (B, Hq, Hk, Sk):
+# - (2, 128), 16 and 32 rows, among nine tiles: 64 keys, 4 warps, 3 stages, 2 programs take 255 us at 8,32,8,32768, 131
+#   us at 1,32,8,131072, 1979 us at 64 lengths from 1k to 64k; at six of seven points in one piece none is 2 % faster.
+#   At 1,32,1,65536 128 keys, 8 warps, 3 stages, 1 program take 18.2 us to 18.8. In pages of 16 32 keys, 4 warps, 4
+#   stages, 3 programs take 287.5 us to 290.7 at 64,32,8,4096 and 2033 us to 2074 at the 64 lengths: not worth a row.
+#   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
+# - (1, 128), 16 rows, in one piece, among seven tiles: 8,32,8,32768 in 171 us, to 200 with 64 keys and 4 stages. The 64
+#   lengths were not measured with it. least: a block has as many bytes as one of (2, 128). In pages it spills.
+# All else is reasoned as above, and not measured: the other rows, and float8 in pages.
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (1, 128): (DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
+    (1, 128): (DecodeTiles(128, 4, 3, 2, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (DecodeTiles(128, 4, 3, 2, 2), DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (2, 128): (DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(64, 8, 4, 1, 4)),
+    (2, 128): (DecodeTiles(64, 4, 3, 2, 1), DecodeTiles(64, 4, 3, 2, 1), DecodeTiles(64, 8, 4, 1, 4)),
     (2, 256): DecodeTiles(32, 4, 3, 2, 8),
     (4, 64): (DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 4, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
     (4, 256): DecodeTiles(16, 8, 4, 1, 16),
-})  # fmt: skip
+}) | _table({
+    (1, 128): (DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
+}, in_pages=(True,))  # fmt: skip
 
 # Not measured: tiles that neither spill nor exceed the shared memory (163 KiB, 99 KiB, 64 KiB, 64 KiB) when compiled
 # ahead of time.
