@@ -1,8 +1,8 @@
-"""Bar charts in the style of FlashAttention-2's figures 4 to 6."""
+"""Charts in the style of FlashAttention-2's figures 4 to 6."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -48,14 +48,49 @@ def save_bars(report: Report, path: Path, title: str) -> None:
     atomically(path, lambda temporary: figure.savefig(temporary, dpi=110))
 
 
+def save_decoding(
+    lines: Mapping[str, Mapping[int, float]], bars: Mapping[str, Mapping[str, float]], path: Path, title: str
+) -> None:
+    """{provider: {keys: microseconds}} as lines, {provider: {point: share of a copy's bandwidth}} as bars."""
+    points = list(dict.fromkeys(point for shares in bars.values() for point in shares))
+    figure = Figure(figsize=(14, 0.4 * len(points) + 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for provider, color in zip(lines, _COLORS, strict=False):
+        left.plot(list(lines[provider]), list(lines[provider].values()), "o-", color=color, label=provider)
+    left.set_xscale("log", base=2)
+    lengths = sorted({keys for line in lines.values() for keys in line})
+    left.set_xticks(lengths, map(_length, lengths))
+    left.set_yscale("log")
+    left.set(title="one sequence, 32 query heads, 1 key head", xlabel="keys", ylabel="microseconds")
+    left.legend(frameon=False, fontsize=9)
+    for point_at, point in enumerate(points):
+        shares = {provider: bars[provider][point] for provider in bars if point in bars[provider]}
+        at = [point_at + 0.2 * (i - (len(shares) - 1) / 2) for i in range(len(shares))]
+        colors = [_COLORS[list(bars).index(provider)] for provider in shares]
+        drawn = right.barh(at, list(shares.values()), 0.18, color=colors)
+        right.bar_label(drawn, fmt="%.2f", fontsize=6, padding=1)
+    right.axvline(1, color=_COLORS[2], linewidth=0.8, linestyle=":")
+    right.set_yticks(range(len(points)), points, fontsize=8)
+    right.invert_yaxis()
+    right.set(title="B, Hq, Hk, Sk: K and V read per second", xlabel="of the bandwidth of a copy")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=12)
+    atomically(path, lambda temporary: figure.savefig(temporary, dpi=110))
+
+
 def _of_panel(rows: Sequence[Row], mode: Mode, panel: tuple[str, int, bool]) -> list[Row]:
     return [r for r in rows if r.mode == mode and (r.case.dtype, r.case.head_dim, r.case.causal) == panel]
 
 
+def _length(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
 def _group(case: Case) -> str:
     """The name of a case's group of bars: its length, and its heads where query heads share a key head."""
-    S = case.seqlen_q
-    length = f"{S // 1024}k" if S >= 1024 and S % 1024 == 0 else str(S)
+    length = _length(case.seqlen_q)
     return length if case.heads_q == case.heads_k else f"{length}\nH {case.heads_q}/{case.heads_k}"
 
 

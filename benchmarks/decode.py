@@ -1,0 +1,302 @@
+"""Decoding over a cache of keys: microseconds, and how near reading the cache comes to the GPU's own copy.
+
+    python benchmarks/decode.py benchmarks/results/decode-h200.json --plot benchmarks/results/decode-h200.png
+
+Every provider is checked against float64 first. Then calls over distinct caches, together several times the L2 cache,
+are captured in a CUDA graph, which is timed in random order among the providers' graphs. bfloat16, D 128.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashtile import flash_attn_with_kvcache
+from flashtile.backends.triton import decode_launch
+from flashtile.bench.report import atomically, describe_machine
+from flashtile.bench.timing import copy_bytes
+
+DIM = 128
+BUDGET = 0.02  # of the largest |out|: a few roundings of bfloat16, which is what P and V enter a product in
+BIG = 256 << 20  # bytes of K and V from which on the bandwidth counts, not the launches
+ROUND_MS = 6
+NOT_MERGED = "flashtile, not merged"
+Caches = dict[torch.dtype, tuple[Tensor, Tensor]]
+Provider = Callable[["Step"], Tensor]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The sizes of a decode step, and how its cache is stored. ragged: lengths from a 64th of seqlen to seqlen."""
+
+    batch: int
+    heads_q: int
+    heads_k: int
+    seqlen: int
+    ragged: bool = False
+    page_size: int = 0  # 0: in one piece
+    seqlen_q: int = 1
+    stored: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        length = f"{self.seqlen // 64}…{self.seqlen}" if self.ragged else f"{self.seqlen}"
+        name = f"{self.batch},{self.heads_q},{self.heads_k},{length}"
+        name += f", pages of {self.page_size}" if self.page_size else ""
+        name += f", Sq {self.seqlen_q}" if self.seqlen_q > 1 else ""
+        return name + (", float8" if self.stored == torch.float8_e4m3fn else "")
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int32, in an order of no meaning."""
+        first = self.seqlen // 64 if self.ragged else self.seqlen
+        order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0))
+        return torch.linspace(first, self.seqlen, self.batch).int()[order]
+
+    @property
+    def cache_elements(self) -> int:
+        return self.batch * self.seqlen * self.heads_k * DIM
+
+    @property
+    def bytes_read(self) -> int:
+        """Of K and V, those that are before a sequence's end."""
+        return 2 * int(self.lengths.long().sum()) * self.heads_k * DIM * self.stored.itemsize
+
+    @property
+    def providers(self) -> dict[str, Provider]:
+        """PyTorch's own have neither lengths, pages, scales nor a mask aligned to the bottom right."""
+        return PROVIDERS if self == Point(self.batch, self.heads_q, self.heads_k, self.seqlen) else {"flashtile": ours}
+
+
+RAGGED, LARGE, MANY = Point(64, 32, 8, 65536, ragged=True), Point(8, 32, 8, 32768), Point(64, 32, 8, 4096)
+MULTI_QUERY = [Point(1, 32, 1, 512 << i) for i in range(8)]  # FlashAttention-2, figure 5, of one sequence
+POINTS = [
+    Point(1, 32, 8, 131072), LARGE, MANY, RAGGED, Point(16, 32, 1, 16384), Point(1, 32, 8, 1024), *MULTI_QUERY,
+    *(replace(point, page_size=size) for point in (MANY, RAGGED) for size in (16, 256)),
+    replace(LARGE, seqlen_q=4), *(replace(point, stored=torch.float8_e4m3fn) for point in (LARGE, RAGGED)),
+]  # fmt: skip
+
+
+class Step(NamedTuple):
+    """What a call is given; settings: keyword arguments of flash_attn_with_kvcache."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    settings: dict[str, Any]
+
+
+def make_caches(points: list[Point], device: torch.device, least_bytes: int = 0) -> Caches:
+    """Normal K and V of each dtype, as many as the largest point of it needs and least_bytes at least."""
+    caches = {}
+    for dtype in dict.fromkeys(point.stored for point in points):
+        most = max(point.cache_elements for point in points if point.stored == dtype)
+        size = max(most, least_bytes // dtype.itemsize)
+        caches[dtype] = tuple(torch.randn(size, device=device, dtype=torch.bfloat16).to(dtype) for _ in "kv")
+    return caches
+
+
+def make_steps(point: Point, caches: Caches, count: int) -> list[Step]:
+    """Steps over different slices of the caches, one after the other."""
+    device = caches[point.stored][0].device
+    q = torch.randn(point.batch, point.seqlen_q, point.heads_q, DIM, device=device).bfloat16()
+    settings: dict[str, Any] = {"cache_seqlens": point.lengths.to(device), "causal": point.seqlen_q > 1}
+    rows = (point.batch, point.seqlen)
+    if point.page_size:
+        rows = (point.batch * point.seqlen // point.page_size, point.page_size)
+        settings["block_table"] = torch.randperm(rows[0], device=device).view(point.batch, -1).int()
+    if point.stored == torch.float8_e4m3fn:
+        settings |= {f"{x}_descale": torch.linspace(0.5, 1, point.heads_k, device=device) for x in "kv"}
+    slices = zip(*(x.split(point.cache_elements)[:count] for x in caches[point.stored]), strict=True)
+    return [Step(q, *(x.view(*rows, point.heads_k, DIM) for x in pair), settings) for pair in slices]
+
+
+def truth(step: Step, b: int) -> Tensor:
+    """(Sq, Hq, D) of sequence b, in float64."""
+    q, settings = step.q[b].double(), step.settings
+    at = settings["block_table"][b].long() if "block_table" in settings else slice(b, b + 1)
+    n = int(settings["cache_seqlens"][b])
+    k, v = (x[at].flatten(0, 1)[:n].double() for x in (step.k, step.v))
+    if "k_descale" in settings:
+        k, v = (x * settings[name][:, None].double() for x, name in ((k, "k_descale"), (v, "v_descale")))
+    scores = torch.einsum("qhgd,nhd->hgqn", q.unflatten(1, (k.shape[1], -1)), k) / DIM**0.5
+    if settings["causal"]:
+        query, key = torch.arange(len(q), device=q.device)[:, None], torch.arange(n, device=q.device)
+        scores = scores.masked_fill(key > query + n - len(q), -torch.inf)
+    return torch.einsum("hgqn,nhd->qhgd", scores.softmax(-1), v).flatten(1, 2)
+
+
+def ours(step: Step) -> Tensor:
+    return flash_attn_with_kvcache(step.q, step.k, step.v, **step.settings)
+
+
+def not_merged(step: Step) -> Tensor:
+    """The decode kernel alone: what merging costs is what this leaves out. Its result is none."""
+    with mock.patch.object(decode_launch, "MERGE"):
+        return ours(step)
+
+
+def sdpa(backend: SDPBackend) -> Provider:
+    def call(step: Step) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in step[:3])
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    return call
+
+
+def naive(step: Step) -> Tensor:
+    """Products and a softmax, K and V repeated for each query head."""
+    group = step.q.shape[2] // step.k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in step[:3])
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    return ((q @ k.mT / DIM**0.5).softmax(-1) @ v).transpose(1, 2)
+
+
+PROVIDERS: dict[str, Provider] = {
+    "flashtile": ours,
+    "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
+    "naive PyTorch": naive,
+}
+
+
+def relative_error(out: Tensor, step: Step) -> float:
+    """The largest of sampled sequences, relative to the sequence's largest |out|; NaN where one has NaN."""
+    sample = {b: truth(step, b) for b in {0, len(out) // 2, len(out) - 1}}
+    errors = [(out[b] - exact).abs().max() / exact.abs().max() for b, exact in sample.items()]
+    return torch.stack(errors).max().item()
+
+
+def captured(provider: Provider, steps: list[Step]) -> torch.cuda.CUDAGraph:
+    """A graph of one call for each step, that has run once."""
+    provider(steps[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for step in steps:
+            provider(step)
+    graph.replay()
+    return graph
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def measure(point: Point, caches: Caches, l2_bytes: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each provider: one that is wrong or raises has a reason in place of a speed."""
+    steps = make_steps(point, caches, -(-3 * l2_bytes // point.bytes_read))
+    rows: dict[str, dict[str, Any]] = {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, provider in point.providers.items():
+        rows[name] = {"point": point.name, "bytes_read": point.bytes_read, "provider": name, "us": None}
+        try:
+            error = relative_error(provider(steps[0]), steps[0])
+            if not error < BUDGET:
+                raise ValueError(f"wrong by {error:.2g} of the largest |out|")
+            rows[name]["relative_error"] = error
+            graphs[name] = captured(provider, steps)
+        except (RuntimeError, ValueError) as failure:
+            rows[name]["reason"] = str(failure)[:200]
+    if "flashtile" in graphs:
+        graphs[NOT_MERGED] = captured(not_merged, steps)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    counts = {name: max(1, int(ROUND_MS / replay_ms(graph, 1))) for name, graph in graphs.items()}
+    for _ in range(rounds):
+        for name in random.sample(list(graphs), len(graphs)):
+            times[name].append(replay_ms(graphs[name], counts[name]) / len(steps) * 1e3)
+    for name in graphs.keys() & rows.keys():
+        rows[name] |= {"us": (us := statistics.median(times[name])), "rounds_us": times[name]}
+        rows[name]["gb_per_s"] = point.bytes_read / us / 1e3
+    if NOT_MERGED in graphs:
+        rows["flashtile"]["merge_us"] = rows["flashtile"]["us"] - statistics.median(times[NOT_MERGED])
+    return list(rows.values())
+
+
+def compile_for(point: Point) -> None:
+    """In a process of its own: fills triton's cache on disk with a point's kernels."""
+    ours(make_steps(point, make_caches([point], torch.device("cuda")), 1)[0])
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What float8, and four queries, take of a step's time with bfloat16 and one query."""
+    us = {row["point"]: row["us"] for row in rows if row["provider"] == "flashtile" and row["us"]}
+    pairs = [(p, replace(p, stored=torch.bfloat16, seqlen_q=1)) for p in POINTS if not p.page_size]
+    return {f"{a.name} / {b.name}": us[a.name] / us[b.name] for a, b in pairs if a != b and {a.name, b.name} <= set(us)}
+
+
+def save_figure(document: dict[str, Any], path: Path) -> None:
+    """The multi-query series and, of caches that are big, the bandwidth."""
+    from flashtile.bench.plots import save_decoding  # needs matplotlib, which measuring does not
+
+    lengths = {point.name: point.seqlen for point in MULTI_QUERY}
+    lines: dict[str, dict[int, float]] = {name: {} for name in PROVIDERS}
+    bars: dict[str, dict[str, float]] = {name: {} for name in PROVIDERS}
+    for row in document["rows"]:
+        if row["us"] and row["point"] in lengths:
+            lines[row["provider"]][lengths[row["point"]]] = row["us"]
+        if row["us"] and row["bytes_read"] >= BIG:
+            bars[row["provider"]][row["point"]] = row["of_copy"]
+    save_decoding(lines, bars, path, f"Decoding on one {document['device']['name']}, bfloat16, head dim {DIM}")
+
+
+def run(rounds: int) -> dict[str, Any]:
+    """The whole document; prints each row as it comes."""
+    device = torch.device("cuda")
+    with ProcessPoolExecutor(8, get_context("spawn")) as helpers:
+        list(helpers.map(compile_for, {replace(point, seqlen=4096, ragged=False) for point in POINTS}))
+    copy, l2_bytes = copy_bytes(device), torch.cuda.get_device_properties(device).L2_cache_size
+    typer.echo(f"copy: {copy / 1e9:.0f} GB/s")
+    caches = make_caches(POINTS, device, 3 * l2_bytes)
+    rows = []
+    for point in POINTS:
+        for row in measure(point, caches, l2_bytes, rounds):
+            rows.append(row)
+            if row["us"] is None:
+                typer.echo(f"{row['point']:34} {row['provider']:14} {row['reason']}")
+                continue
+            row["of_copy"] = row["gb_per_s"] * 1e9 / copy
+            merge = f", merge {row['merge_us'] / row['us']:.1%}" if "merge_us" in row else ""
+            speed = f"{row['us']:8.1f} us {row['gb_per_s']:5.0f} GB/s {row['of_copy']:.2f} of the copy"
+            typer.echo(f"{row['point']:34} {row['provider']:14} {speed}, error {row['relative_error']:.1e}{merge}")
+        torch.cuda.empty_cache()  # of the graphs' memory
+    for name, ratio in ratios(rows).items():
+        typer.echo(f"{name}: {ratio:.2f}")
+    typer.echo(f"at most {torch.cuda.max_memory_reserved() / 1e9:.0f} GB reserved")
+    return {**describe_machine(device), "copy_gb_per_s": copy / 1e9, "rows": rows}
+
+
+def main(output: Path, plot: Path | None = None, rounds: int = 5, only_plot: bool = False) -> None:
+    """Times every point, prints it and writes JSON; with --only-plot draws what the JSON has."""
+    document = json.loads(output.read_text()) if only_plot else run(rounds)
+    if not only_plot:
+        atomically(output, lambda temporary: temporary.write_text(json.dumps(document, indent=1)))
+    if plot is not None:
+        save_figure(document, plot)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    random.seed(0)
+    typer.run(main)

@@ -1,0 +1,72 @@
+"""benchmarks/decode.py without a GPU: its points are valid calls, its truth is right, its figure is drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+PATH = Path(__file__).parent.parent / "benchmarks/decode.py"
+decode = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("decode_benchmark", PATH))
+sys.modules["decode_benchmark"] = decode  # where dataclass looks for it
+found.loader.exec_module(decode)
+
+SMALL = [replace(point, batch=min(point.batch, 3), seqlen=512) for point in decode.POINTS]
+
+
+def steps(point, count=1):
+    return decode.make_steps(point, decode.make_caches([point], torch.device("cpu"), 2 * count << 20), count)
+
+
+@pytest.mark.parametrize("point", dict.fromkeys(SMALL), ids=lambda point: point.name)
+def test_the_truth_is_what_the_call_gives(point):
+    (step,) = steps(point)
+    k, v = ((x.float() if x.dtype == torch.bfloat16 else x) for x in (step.k, step.v))
+    assert decode.relative_error(decode.ours(decode.Step(step.q.float(), k, v, step.settings)), step) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["flashtile", "naive PyTorch"])
+def test_a_right_provider_is_within_the_budget_and_a_wrong_one_is_not(name):
+    (step,) = steps(decode.Point(3, 32, 8, 512))
+    out = decode.PROVIDERS[name](step)
+    assert decode.relative_error(out, step) < decode.BUDGET
+    assert decode.relative_error(out.roll(1, dims=2), step) > decode.BUDGET
+    out[-1] = torch.nan
+    assert not decode.relative_error(out, step) < decode.BUDGET
+
+
+def test_steps_have_caches_of_their_own():
+    point = decode.Point(1, 32, 1, 512)
+    found = steps(point, count=3)
+    assert len({step.k.data_ptr() for step in found} | {step.v.data_ptr() for step in found}) == 6
+    assert point.bytes_read == found[0].k.nbytes + found[0].v.nbytes
+
+
+def test_points_have_names_and_ratios_of_their_own():
+    names = [point.name for point in decode.POINTS]
+    assert len(set(names)) == len(names)
+    rows = [{"point": name, "provider": "flashtile", "us": 2.0} for name in names]
+    assert list(decode.ratios(rows)) == [
+        "8,32,8,32768, Sq 4 / 8,32,8,32768",
+        "8,32,8,32768, float8 / 8,32,8,32768",
+        "64,32,8,1024…65536, float8 / 64,32,8,1024…65536",
+    ]
+
+
+def test_the_figure_is_drawn_from_a_document_with_gaps(tmp_path):
+    rows = [
+        {
+            "point": point.name, "provider": name, "bytes_read": point.bytes_read, "of_copy": 0.9,
+            "us": None if name == "SDPA cuDNN" or point.seqlen == 1024 else 5 + i,
+        }
+        for i, point in enumerate(decode.POINTS)
+        for name in point.providers
+    ]  # fmt: skip
+    path = tmp_path / "decode.png"
+    decode.save_figure({"device": {"name": "a GPU"}, "rows": rows}, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [path]
