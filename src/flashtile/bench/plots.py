@@ -59,6 +59,8 @@ def save_decoding(
     for provider, color in zip(lines, _COLORS, strict=False):
         left.plot(list(lines[provider]), list(lines[provider].values()), "o-", color=color, label=provider)
     left.set_xscale("log", base=2)
+    lengths = sorted({keys for line in lines.values() for keys in line})
+    left.set_xticks(lengths, map(_length, lengths))
     left.set_yscale("log")
     left.set(title="one sequence, 32 query heads, 1 key head", xlabel="keys", ylabel="microseconds")
     left.legend(frameon=False, fontsize=9)
@@ -82,10 +84,13 @@ def _of_panel(rows: Sequence[Row], mode: Mode, panel: tuple[str, int, bool]) -> 
     return [r for r in rows if r.mode == mode and (r.case.dtype, r.case.head_dim, r.case.causal) == panel]
 
 
+def _length(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
 def _group(case: Case) -> str:
     """The name of a case's group of bars: its length, and its heads where query heads share a key head."""
-    S = case.seqlen_q
-    length = f"{S // 1024}k" if S >= 1024 and S % 1024 == 0 else str(S)
+    length = _length(case.seqlen_q)
     return length if case.heads_q == case.heads_k else f"{length}\nH {case.heads_q}/{case.heads_k}"
 
 
