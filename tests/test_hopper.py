@@ -136,6 +136,14 @@ def test_small_problems_are_left_to_the_next_backend():
     assert passes_on(spec((2048, 2048), (16, 16), (128, 128), BF16, right=0)) is None
 
 
+@pytest.mark.parametrize(
+    ("seqlen_q", "heads", "packed"), [(1, (16, 1), 16), (1, (12, 3), 4), (100, (8, 2), 1), (4097, (8, 2), 1)]
+)
+def test_query_heads_of_a_group_share_a_tile_where_queries_are_short(seqlen_q, heads, packed):
+    case = spec((seqlen_q, 4097), heads, (128, 128), BF16)
+    assert config.heads_per_tile(case, config.choose(case)) == packed
+
+
 def test_what_of_the_backward_pass_goes_elsewhere():
     case = spec(dims=(128, 256), dtype=BF16)
     assert leaves_backward(case) is None

@@ -123,7 +123,12 @@ def choose_backward(spec: AttentionSpec) -> BackwardTiles:
 
 
 def heads_per_tile(spec: AttentionSpec, tiles: Tiles) -> int:
-    """How many query heads of a group lie in the rows of a tile: what makes the fewest tiles, where Sq is short."""
+    """How many query heads of a group lie in the rows of a tile: what makes the fewest tiles, if Sq is less than one.
+
+    Longer queries would save a tile or two, for a variant of the kernel that depends on their length.
+    """
+    if spec.seqlen_q >= tiles.rows:
+        return 1
     powers = [1 << i for i in range(tiles.tile_m.bit_length()) if spec.group % (1 << i) == 0]
     return min(powers, key=lambda heads: -(-spec.seqlen_q * heads // tiles.rows) * (spec.group // heads))
 
