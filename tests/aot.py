@@ -133,13 +133,13 @@ def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
     tiles = config.choose_backward(spec)
     scalars = backward_launch.scalars(spec, tiles, rounds=100)
     others = {
-        "rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.rows_layout()!r}>",
+        "rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.plain_layout(1)!r}>",
     }
     if tiles.wide:
         others["sums_ptr"] = "*fp32"
     else:
         box = list(backward_launch.sums_box(tiles))
-        others["sums_desc"] = f"tensordesc<fp32{box},{backward_launch.sums_layout()!r}>"
+        others["sums_desc"] = f"tensordesc<fp32{box},{backward_launch.plain_layout(2)!r}>"
     return _compile_gluon(backward_launch.kernel_of(tiles), spec, backward_launch.boxes(tiles), others, "*i32", scalars)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import random
 import sys
 import threading
@@ -124,7 +123,7 @@ class Shared:
         return Shared(self.view.view(shape))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        return Shared(self.view.view(dtype).flatten()[: math.prod(shape)].view(shape))
+        return Shared(self.view.view(dtype).view(shape))
 
     def load(self, _layout: Any) -> Registers:
         return registers(self.view.clone())

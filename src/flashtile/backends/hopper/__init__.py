@@ -36,6 +36,7 @@ __all__ = ["backward", "forward", "forward_like", "leaves_backward", "passes_on"
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
+# The backward pass divides lse, which may be in the thousands, by the factor of the scores.
 LEAST_FACTOR = 1e-30
 
 

@@ -160,17 +160,12 @@ def mask(p, probs, entry, key, row):
 
 @gluon.jit
 def dq_product(warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
-    """Line 15: issues this warpgroup's part of dQ = dS K over all keys of a tile, a half of D or of the queries."""
-    PART_M: gl.constexpr = zero.shape[0]
+    """Line 15: issues this warpgroup's half of the columns of dQ = dS K, over all keys of a tile."""
     PART_D: gl.constexpr = zero.shape[1]
     dq = zero
     for part in gl.static_range(WARPGROUPS):
         ds = ds_ring.buffer(position, part).permute((1, 0))
-        k = matrix(k_ring.buffer(tile, part))
-        if ds.shape[0] > PART_M:
-            ds = ds.slice(warpgroup * PART_M, PART_M, dim=0)
-        else:
-            k = k.slice(warpgroup * PART_D, PART_D, dim=1)
+        k = matrix(k_ring.buffer(tile, part)).slice(warpgroup * PART_D, PART_D, dim=1)
         dq = warpgroup_mma(ds, k, dq, use_acc=part > 0, is_async=True)
     return dq
 
@@ -226,10 +221,8 @@ def row_numbers(p, numbers, ring, position, layout: gl.constexpr):
 
 @gluon.jit
 def begin_scores(p, warpgroup: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr):
-    """Line 10: issues S^T = K Q^T, which starts from the shifts; with a soft cap, from 0.
-
-    The shifts are loaded first, as behind products a load waits for the operands that those read.
-    """
+    """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own; with a
+    soft cap, from 0."""
     q_ring.await_full(position)
     start = row_numbers(p, shifts, q_ring, position, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
@@ -263,10 +256,8 @@ def probabilities_and_ds(
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row)
     delta = row_numbers(p, deltas, dout_ring, position, s_layout)
-    if p.TILE_M > KEYS:  # P in float32 beside dP would not fit in registers
-        probs = probs.to(dout.dtype)
     dp, probs = warpgroup_mma_wait(0, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
-    ds = probs.to(gl.float32) * (dp + delta)
+    ds = probs * (dp + delta)
     if p.SOFTCAP:
         ds *= 1 - capped * capped
     return probs.to(dout.dtype), ds.to(dout.dtype)
@@ -283,13 +274,11 @@ def compute_loop(
     apart, has its dS.
     """
     DIM: gl.constexpr = dk_desc.block_shape[3]
-    PART_M: gl.constexpr = p.TILE_M // 2 if p.TILE_M > KEYS else p.TILE_M
-    PART_D: gl.constexpr = DIM if p.TILE_M > KEYS else DIM // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_D, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    dq_zero = gl.zeros([PART_M, PART_D], gl.float32, dq_layout)
+    dq_zero = gl.zeros([p.TILE_M, DIM // 2], gl.float32, dq_layout)
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
@@ -372,8 +361,8 @@ def backward_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    DV_FIRST: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,

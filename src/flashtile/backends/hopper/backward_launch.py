@@ -32,15 +32,9 @@ def row_blocks(spec: AttentionSpec, tiles: config.BackwardTiles) -> int:
 
 
 @functools.cache
-def rows_layout() -> gl.NVMMASharedLayout:
-    """How a block of shifts or deltas lies in shared memory."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-@functools.cache
-def sums_layout() -> gl.NVMMASharedLayout:
-    """How a part of dQ lies in shared memory on its way to the sums."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+def plain_layout(rank: int) -> gl.NVMMASharedLayout:
+    """How float32 lies in shared memory as in global memory: a block of shifts or deltas, or a part of dQ."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
 SUMS_WIDTH = 256  # as wide as a copy may be
@@ -79,16 +73,16 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
     return (
         spec.heads_q, spec.group, row_blocks(spec, tiles), spec.batch * spec.heads_q, rounds,
         factor * LOG2E, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
-        tiles.value_stages, tiles.dv_first,
+        tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
-        tiles.compute_registers, tiles.load_registers,
+        tiles.compute_registers, tiles.load_registers, *(() if tiles.wide else (tiles.dv_first,)),
     )  # fmt: skip
 
 
 def describe_sums(sums: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor:
     """The sums of dQ in the blocks in which they are added to."""
     shape = [sums.numel() // SUMS_WIDTH, SUMS_WIDTH]
-    return TensorDescriptor(sums, shape, [SUMS_WIDTH, 1], list(sums_box(tiles)), sums_layout())
+    return TensorDescriptor(sums, shape, [SUMS_WIDTH, 1], list(sums_box(tiles)), plain_layout(2))
 
 
 class BackwardKernel(Launcher):
@@ -97,7 +91,7 @@ class BackwardKernel(Launcher):
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         *matrices, rows, sums = tensors
         tiles = config.choose_backward(spec)
-        of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], rows_layout())
+        of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], plain_layout(1))
         programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
         tiles_of = table(spec, tiles, programs).to(rows.device)
         described = (
@@ -138,10 +132,9 @@ def begin_arguments(
 
 def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tensor, sums: Tensor) -> tuple:
     """The arguments of `finish_kernel` after the tensors."""
-    parts = (2, 1) if tiles.tile_m > tiles.box_keys else (1, 2)
     return (
         *dq.stride()[:3], spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.softmax_scale,
-        spec.head_dim, tiles.tile_m, tiles.head_dim, *parts,
+        spec.head_dim, tiles.tile_m, tiles.head_dim,
     )  # fmt: skip
 
 

@@ -47,15 +47,15 @@ def begin_kernel(
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
 def finish_kernel(
     dq_ptr, sums_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
-    D: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr, PARTS_M: tl.constexpr, PARTS_D: tl.constexpr,
+    D: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """dQ in the dtype and layout of q, from its sums in the order in which `add_dq` leaves them."""
     _, head, batch, block = place(row_blocks, heads_q)
     x = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (TILE_M * DIM) + tl.arange(0, TILE_M * DIM))
-    # parts of rows, parts of columns, repeat, eight, warp, lane // 4, lane % 4, half, parity
-    x = x.reshape([PARTS_M * PARTS_D, TILE_M // PARTS_M // 64, DIM // PARTS_D // 8, 4, 8, 4, 2, 2])
-    # to rows: (part, repeat, warp, half, lane // 4), columns: (part, eight, lane % 4, parity)
-    x = x.permute((1, 3, 6, 4, 0, 2, 5, 7) if PARTS_D > 1 else (0, 1, 3, 6, 4, 2, 5, 7))
+    # half of the columns, repeat, eight, warp, lane // 4, lane % 4, half of 16 rows, parity
+    x = x.reshape([2, TILE_M // 64, DIM // 16, 4, 8, 4, 2, 2])
+    # to rows: (repeat, warp, half, lane // 4), columns: (half, eight, lane % 4, parity)
+    x = x.permute((1, 3, 6, 4, 0, 2, 5, 7))
     x = x.reshape([TILE_M, DIM]) * softmax_scale
     row = block * TILE_M + tl.arange(0, TILE_M)
     dims = tl.arange(0, DIM)

@@ -65,24 +65,22 @@ D256 = Tiles(256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_re
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """Two warpgroups, blocks of tile_m queries, and how many of them and of K and V are in flight.
+    """Two warpgroups, and how many blocks of tile_m queries, and of K and V, are in flight.
 
     Up to 128 dims each warpgroup has 64 keys; above, both share 64 keys, and one holds their dV, the other dK.
     """
 
     head_dim: int  # D and Dv as they lie in shared memory: a power of two
-    tile_m: int
     stages: int
     key_stages: int
     value_stages: int
     dv_first: bool = False  # dV's product is issued before dQ's of the step before
     compute_registers: int = 240
     load_registers: int = 24
+    tile_m: int = 64  # 128 at D 64 are slower: S = 8k full 466 -> 446 TFLOP/s on an H200, causal 439 -> 417
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128) or (self.tile_m > 64 and self.wide):
-            raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 up to 128 dims")
         if self.key_stages < 2 and not self.wide:
             raise ValueError(f"key_stages: got {self.key_stages}; want 2: a tile ends after the next has begun")
         if self.shared_bytes > SHARED_BYTES:
@@ -104,15 +102,15 @@ class BackwardTiles:
         keys = 2 * (self.key_stages + self.value_stages) * self.keys * self.head_dim
         scores = (3 if self.wide else 2) * 2 * self.keys * self.tile_m  # dS twice, and P
         dq = 0 if self.wide else 4 * self.tile_m * self.head_dim  # on its way out
-        return rows + keys + scores + dq + 32 * (self.stages + self.key_stages) + 64
+        return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(64, tile_m=64, stages=2, key_stages=2, value_stages=2, dv_first=True)
-"""16k tokens on an H200: V in one slot -3 %, three stages of queries 0 to -1 % at S = 1k and 8k. dV first: S = 2k, 8k
-and 16k full 423, 466, 473 -> 438, 481, 490 TFLOP/s, causal -2 % at 512 and 2k, +3 % at 8k."""
-BACKWARD_D128 = BackwardTiles(128, tile_m=64, stages=2, key_stages=2, value_stages=1)
+BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, dv_first=True)
+"""16k tokens on an H200: V in one slot -2 to -4 %, three stages of queries 0 to -3 %, at S = 1k and 8k. dV first: S =
+2k, 8k and 16k full 423, 466, 473 -> 438, 481, 490 TFLOP/s, causal -2 % at 512 and 2k, +3 % at 8k."""
+BACKWARD_D128 = BackwardTiles(128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ first: S = 2k, 8k and 16k full 515, 577, 553 -> 533, 587, 597."""
-BACKWARD_D256 = BackwardTiles(256, tile_m=64, stages=2, key_stages=1, value_stages=1)
+BACKWARD_D256 = BackwardTiles(256, stages=2, key_stages=1, value_stages=1)
 """What fits."""
 
 

@@ -84,7 +84,7 @@ def _table(
 # microsecond: 36 KB must be in flight, and three times that leaves room for what is uneven. A block of 64 keys at D 128
 # is 32 KiB of K and V in 16 bits, as is one of 128 keys in 8; with 3 stages two of them are in flight, in each of two
 # programs. With 8 warps registers hold one program, which has more stages.
-# Measured on an H200, at (B, Hq, Hk, Sk):
+# Measured on an H200, at (B, Hq, Hk, Sk), in decode-tiles-h200.json and decode-h200.json:
 # - (2, 128), 16 and 32 rows, among nine tiles: 64 keys, 4 warps, 3 stages, 2 programs take 255 us at 8,32,8,32768, 131
 #   us at 1,32,8,131072, 1979 us at 64 lengths from 1k to 64k; at six of seven points in one piece none is 2 % faster.
 #   At 1,32,1,65536 128 keys, 8 warps, 3 stages, 1 program take 18.2 us to 18.8. In pages of 16 32 keys, 4 warps, 4
