@@ -166,7 +166,7 @@ def _compile_gluon(
     return _usage(compiled, "sm_90"), compiled
 
 
-def _machine_code(compiled: object) -> list[tuple[int, str]]:
+def machine_code(compiled: object) -> list[tuple[int, str]]:
     """Address and text of every instruction."""
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -178,7 +178,7 @@ def _machine_code(compiled: object) -> list[tuple[int, str]]:
 
 def spills_in_loops(compiled: object, products: int = 1) -> list[int]:
     """Loads and stores of spilled registers in each innermost loop of so many products, from the shortest loop on."""
-    code = _machine_code(compiled)
+    code = machine_code(compiled)
     jumps = ((at, re.search(r"BRA.*?(0x[0-9a-f]+)", text)) for at, text in code)
     loops = [(int(jump.group(1), 16), at) for at, jump in jumps if jump and int(jump.group(1), 16) < at]
     bodies = {(start, end): [text for at, text in code if start <= at <= end] for start, end in loops}
@@ -195,7 +195,7 @@ def overwritten_operands(compiled: object) -> list[str]:
     in_flight: list[set[int]] = []  # the operands of each group of products
     group: set[int] = set()
     found = []
-    for at, text in _machine_code(compiled):
+    for at, text in machine_code(compiled):
         if product := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", text):
             group |= set(range(int(product.group(1)), int(product.group(1)) + 4))
         if "HGMMA" in text and "gsb0" in text:

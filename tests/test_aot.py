@@ -16,6 +16,7 @@ from aot import (
     compile_kernel,
     compile_launch,
     kernels_and_tensors,
+    machine_code,
     overwritten_operands,
     serializes_products,
     spills_in_loops,
@@ -117,6 +118,23 @@ def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(stored, dim
     assert usage.shared >= (tiles.num_stages - 1) * tiles.tile_n * 2 * dim * stored.itemsize, (
         usage
     )  # blocks of K and V in flight
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("heads_k", [1, 8])
+def test_the_merge_starts_early_and_then_waits_for_memory_once(arch, heads_k):
+    case = spec((1, 32768), (32, heads_k), (128, 128), BF16)
+    (_, decoding), _, (_, merging) = compile_cached(*cached_call(case, BF16, page_size=0), arch)
+    early = arch != "sm_80"
+    assert ("griddepcontrol.launch_dependents" in decoding.asm["ptx"]) == early
+    assert ("griddepcontrol.wait" in merging.asm["ptx"]) == merging.metadata.launch_pdl == early
+    assert not decoding.metadata.launch_pdl
+    code = [text for _, text in machine_code(merging)]
+    of_parts = [i for i, text in enumerate(code) if re.search(r"LDG\S*\.STRONG", text)]
+    assert not any("SHFL" in text for text in code[of_parts[0] : of_parts[-1]])
+    if early:  # all whole-number division before the wait
+        divisions = [i for i, text in enumerate(code) if re.search(r"I2F\S*\.RP", text)]
+        assert max(divisions) < next(i for i, text in enumerate(code) if "ACQBULK" in text) < of_parts[0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -223,6 +223,45 @@ def test_a_graph_serves_lengths_that_change():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "in a graph"])
+def test_calls_close_together_are_as_calls_alone(captured):
+    """The merge starts while parts are computed: it must see all of these, and nothing of the kernels behind it."""
+    torch.manual_seed(0)
+    sizes = (2, 1, 8, 64), (2, 4096, 2, 64), (2, 4096, 2, 64)
+    given = [
+        (*(normal(*size, dtype=BF16).cuda() for size in sizes), torch.tensor(lengths, dtype=INT, device="cuda"))
+        for lengths in ([4096, 700], [1, 4000], [2500, 2500])
+    ]
+    used = [torch.empty_like(x) for x in given[0]]
+
+    def step(tensors):
+        for x, new in zip(used, tensors, strict=True):
+            x.copy_(new)
+        *inputs, lengths = used
+        found = flash_attn_with_kvcache(*inputs, cache_seqlens=lengths, return_softmax_lse=True)
+        lengths.zero_()
+        for x in inputs:
+            x.fill_(math.nan)
+        return found
+
+    alone = []
+    for tensors in given:
+        alone.append(step(tensors))
+        torch.cuda.synchronize()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            together = [step(tensors) for tensors in given]
+    for _ in range(100):
+        if captured:
+            graph.replay()
+        else:
+            together = [step(tensors) for tensors in given]
+        for found, wanted in zip(together, alone, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.gpu
 def test_a_call_does_not_wait_for_the_gpu():
     (q, k_cache, v_cache), arguments, _ = made("pages of 16", BF16)
     q, k_cache, v_cache, k, v = (

@@ -19,6 +19,7 @@ from flashtile import flash_attn_func  # noqa: E402
 from flashtile.backends import launcher  # noqa: E402
 
 MAP = 128  # bytes of a tensor map
+ATTRIBUTE = 72  # of a launch attribute: four of its number, four of padding, 64 of its value
 SIGNATURE = {
     "q_desc": "tensordesc<bf16[1, 64, 1, 128],...>", "dlse_ptr": "constexpr", "lse_ptr": "*fp32", "table_ptr": "*i64",
     "seqlen": "i32", "stride": "i64", "unit": "fp32", "ONE": "constexpr",
@@ -29,7 +30,7 @@ class Driver:
     """Stands in for the CUDA driver: tensor maps hold what they were encoded from."""
 
     def __init__(self, sizes):
-        self.function_sizes, self.launches, self.status, self.context = sizes, [], 0, 1000
+        self.function_sizes, self.launches, self.attributes, self.status, self.context = sizes, [], [], 0, 1000
 
     def cuTensorMapEncodeTiled(self, tensor_map, kind, rank, address, shape, strides, box, steps, *modes):
         words = (address.value, kind, *shape, *strides[: rank - 1], *box)
@@ -52,6 +53,7 @@ class Driver:
         config = config._obj
         parameters = [ctypes.string_at(*x) for x in zip(addresses, self.function_sizes, strict=True)]
         self.launches.append((list(config.grid), list(config.block), config.shared_bytes, config.stream, parameters))
+        self.attributes.append([ctypes.string_at(x, ATTRIBUTE) for x in [config.attributes] * config.n_attributes])
         return self.status
 
     def cuDeviceGet(self, device, index):
@@ -123,6 +125,21 @@ def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, argu
         assert whole[8:12] == [lse.data_ptr(), arguments[3].data_ptr(), 300, 1 << 40]
         assert ctypes.c_float.from_buffer_copy(others[12]).value == 0.125
         assert whole[13:] == [0, 0]  # scratch
+    assert compiled.calls == []
+    assert driver.attributes == [[], []]
+
+
+def test_a_launch_may_depend_on_the_one_before_by_its_program(monkeypatch, compiled, arguments):
+    compiled.metadata.launch_pdl = True
+    driver = Driver(SIZES)
+    run = launch_of(monkeypatch, driver, compiled, arguments)
+    for _ in range(2):
+        run(arguments[0].base, None, arguments[2])
+    ((attribute,), again) = driver.attributes
+    kind, padding, allowed, *others = (ctypes.c_int * (ATTRIBUTE // 4)).from_buffer_copy(attribute)
+    assert (kind, padding, allowed) == (6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert not any(others)
+    assert again == [attribute]
     assert compiled.calls == []
 
 

@@ -38,7 +38,14 @@ _NUMBERS = {
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, its union of 64 bytes as numbers."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
 class _Config(ctypes.Structure):
@@ -49,7 +56,7 @@ class _Config(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
         ("n_attributes", ctypes.c_uint),
     )
 
@@ -150,9 +157,9 @@ def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, 
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Whether a launch is no more than a grid and parameters."""
-    special = ("num_ctas", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-    return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0, 0, 0]
+    """Whether a launch is no more than a grid, parameters and perhaps a programmatic dependence."""
+    special = ("num_ctas", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
+    return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0, 0]
 
 
 def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> Launch:
@@ -175,7 +182,10 @@ def _of(descriptor: Any, tensor: Tensor | None) -> Any:
 
 def _through_driver(driver: ctypes.CDLL, compiled: Any, device_index: int, grid: int, parameters: Parameters) -> Launch:
     threads = compiled.metadata.num_warps * compiled.metadata.warp_size
-    config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared, None, None, 0)
+    config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared)
+    if compiled.metadata.launch_pdl:
+        config.attributes = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
+        config.n_attributes = 1
     call = (ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters.addresses, None)
     launch_kernel, replace_address = driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress
     pointers, maps, lock = parameters.pointers, parameters.maps, threading.Lock()

@@ -143,7 +143,7 @@ def decode_kernel(
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
     NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, FLOAT8_PTX: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, EARLY_MERGE: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
 
@@ -154,6 +154,8 @@ def decode_kernel(
     program = tl.program_id(0)
     position = program
     stop = position + 1
+    if EARLY_MERGE:  # once all programs run; the merge takes no place from them
+        tl.extra.cuda.gdc_launch_dependents()
     if SHARED:
         line = blocks_of_sequences(
             batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
@@ -260,6 +262,16 @@ def decode_kernel(
         position += end - begin if SHARED else 1
 
 
+@triton.jit
+def await_parts(n_parts):
+    """Waits until `decode_kernel` has ended and its parts are to be seen; n_parts is never 0.
+
+    Asked all the same, as else the compiler does after the wait what n_parts takes.
+    """
+    if n_parts > 0:
+        tl.extra.cuda.gdc_wait()
+
+
 @triton.jit(do_not_specialize=[
     "programs", "batches", "seqlen_q", "heads_k", "group", "seqlen_new", "capacity", "least", "window_left",
     "window_right",
@@ -269,9 +281,14 @@ def merge_kernel(
     programs, batches, seqlen_q, heads_k, group, seqlen_new, capacity, least, window_left, window_right,
     DV: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY_MERGE: tl.constexpr,
 ):  # fmt: skip
-    """DIMS of out, and lse, of one row, where its task was split: grid (B * Hq * Sq * blocks of DIMS,)."""
+    """DIMS of out, and lse, of one row, where its task was split: grid (B * Hq * Sq * blocks of DIMS,).
+
+    With EARLY_MERGE it starts while parts are still computed. What it reads before it waits, the lengths, was there
+    before `decode_kernel` began, which is launched behind all that came before. Every program waits, also one that has
+    nothing to merge: the next kernel in the stream waits for this one alone.
+    """
     dim_blocks = tl.cdiv(DV, DIMS)
     dim = tl.program_id(0) % dim_blocks * DIMS + tl.arange(0, DIMS)
     place = (tl.program_id(0) // dim_blocks).to(tl.int64)  # in lse
@@ -291,18 +308,23 @@ def merge_kernel(
     begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + (head // group * m_blocks + row // TILE_M) * blocks
     program = begin // share  # the first that has a part
     n_parts = (begin + blocks - 1) // share - program + 1
+    if EARLY_MERGE:
+        await_parts(n_parts)
     if n_parts > 1:
+        first_at = program.to(tl.int64) * (2 * TILE_M) + row % TILE_M
         acc = tl.zeros([DIMS], tl.float32)
         m = tl.full([], float("-inf"), tl.float32)
         l = tl.full([], 0.0, tl.float32)
         for first in range(0, n_parts, PARTS):
             part = first + tl.arange(0, PARTS)
             here = part < n_parts
-            at = (2 * (program + part) + (part == 0)).to(tl.int64) * TILE_M + row % TILE_M
-            lses = tl.load(lse_parts_ptr + at, here, float("-inf"))
+            at = first_at + (2 * part + (part == 0)).to(tl.int64) * TILE_M
+            # volatile, lest the compiler puts what waits for lses before it loads outs
             outs = tl.load(
-                out_parts_ptr + (at[:, None] * DV + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0
-            )  # (PARTS, DIMS)
+                out_parts_ptr + (at[:, None] * DV + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0,
+                volatile=True,
+            )  # (PARTS, DIMS)  # fmt: skip
+            lses = tl.load(lse_parts_ptr + at, here, float("-inf"), volatile=True)
             m_new = tl.maximum(m, tl.max(lses, 0))
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
             weights = tl.exp(lses - shift)

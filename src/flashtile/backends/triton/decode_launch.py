@@ -16,9 +16,9 @@ from .decode import decode_kernel, merge_kernel
 from .decode_config import DecodeTiles, choose, tile_m
 from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 
-MERGED_DIMS = 32  # of a row's output, for each program that merges: so that one row's parts go to several
-MERGED_PARTS = 128  # at a time: 32 float32 for each of its threads
-MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+FEWEST_MERGED, MOST_MERGED = 8, 256  # parts of a row at a time: fewer leave threads idle, more go round again
+NARROWEST_MERGED = 16  # dims of a program that merges: of float32 two sectors of memory
+MERGED_BY_A_WARP = 1024  # numbers: 32 in each of its threads are eight loads under way
 
 
 class DecodeSpec(NamedTuple):
@@ -37,6 +37,11 @@ class DecodeSpec(NamedTuple):
         of = self.attention
         return of.batch * of.heads_k * -(-of.seqlen_q * of.group // tile_m(of))
 
+    @property
+    def early_merge(self) -> bool:
+        """Whether the merge starts while parts are still computed (a programmatic dependent launch: from Hopper on)."""
+        return self.programs > 0 and self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
+
 
 def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: int) -> DecodeSpec:
     """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once."""
@@ -48,6 +53,18 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     if shares <= 1:
         return whole
     return whole._replace(programs=min(multiprocessors * tiles.programs, shares * whole.tasks))
+
+
+def merge_tile(spec: DecodeSpec) -> tuple[int, int, int]:
+    """(parts, dims, warps) of a program that merges: one warp where it can, as it is all latency and instructions.
+
+    The parts are all that a row has where lengths are alike.
+    """
+    of = spec.attention
+    parts = min(-(-spec.programs // spec.tasks) + 1, -(-of.seqlen_k // spec.tiles.tile_n))
+    parts = min(max(triton.next_power_of_2(parts), FEWEST_MERGED), MOST_MERGED)
+    dims = max(min(triton.next_power_of_2(of.head_dim_v), MERGED_BY_A_WARP // parts), NARROWEST_MERGED)
+    return parts, dims, max(parts * dims // MERGED_BY_A_WARP, 1)
 
 
 class DecodeKernel(Launcher):
@@ -67,6 +84,7 @@ class DecodeKernel(Launcher):
             of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
             k.dtype == FP8 and q.dtype == torch.bfloat16,
             k.dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_"), spec.programs > 0,
+            spec.early_merge,
         )  # fmt: skip
         grid = spec.programs or spec.tasks
         return prepared(decode_kernel, q.device, grid, arguments, len(tensors), spec.tiles.options)
@@ -77,14 +95,18 @@ class MergeKernel(Launcher):
 
     def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
         of = spec.attention
+        parts, dims, num_warps = merge_tile(spec)
         arguments = (
             *tensors, spec.programs, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k,
-            spec.least, of.window_left, of.window_right, of.head_dim_v, MERGED_DIMS, MERGED_PARTS,
+            spec.least, of.window_left, of.window_right, of.head_dim_v, dims, parts,
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
-            of.window_right >= 0,
+            of.window_right >= 0, spec.early_merge,
         )  # fmt: skip
-        grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // MERGED_DIMS)
-        return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), MERGE_OPTIONS)
+        grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
+        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+        if spec.early_merge:
+            options["launch_pdl"] = True
+        return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), options)
 
 
 DECODE = DecodeKernel()
