@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .channel import make_ring, ring_of
 from .compat import add_async, aggregate, load_async, seen_as, store_async
@@ -110,6 +111,14 @@ def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, whi
     load_async(desc, [batch, row, head, 0], full, ring.buffer(position, 0))
     at = ((which * p.heads + batch * p.heads_q + head) * p.row_blocks) * p.TILE_M + row
     load_async(rows_desc, [at], full, numbers.index(ring.slot(position)))
+
+
+@gluon.jit
+def begin_among_kernels():
+    """Lets `finish_kernel` be launched, and waits until `begin_kernel` has ended: before the roles part, so that none
+    reads rows or adds to sums earlier."""
+    gdc_launch_dependents()
+    gdc_wait()
 
 
 @gluon.jit
@@ -379,6 +388,7 @@ def backward_kernel(
     out_buffers = gl.allocate_shared_memory(
         gl.float32, [WARPGROUPS, sums_desc.block_shape[0], sums_desc.block_shape[1]], sums_desc.layout
     )
+    begin_among_kernels()
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
         (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,

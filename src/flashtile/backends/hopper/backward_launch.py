@@ -1,4 +1,9 @@
-"""From a spec and tensors to gradients: the backward pass's three kernels, launched."""
+"""From a spec and tensors to gradients: the backward pass's three kernels, launched.
+
+The second and the third are launched while the one before runs (programmatic dependent launches). Every program of them
+waits for the end of that one before it reads or writes what others do, so that the end of the third is that of all. The
+first is launched behind all that came before.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,7 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
+DEPENDENT = OPTIONS | {"launch_pdl": True}
 SUMS_WIDTH = 256  # as wide as a copy may be
 
 
@@ -100,22 +106,24 @@ class BackwardKernel(Launcher):
             sums if tiles.wide else describe_sums(sums, tiles),
         )
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), OPTIONS)
+        return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), DEPENDENT)
 
 
 class RowsKernel(Launcher):
-    """A kernel over all blocks of queries, and the function that derives its arguments from (spec, tiles, *tensors)."""
+    """A kernel over all blocks of queries, the function that derives its arguments from (spec, tiles, *tensors), and
+    its options."""
 
-    def __init__(self, fn: Any, arguments: Callable[..., tuple]) -> None:
+    def __init__(self, fn: Any, arguments: Callable[..., tuple], options: dict[str, Any]) -> None:
         super().__init__()
         self.fn = fn
         self.arguments = arguments
+        self.options = options
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         tiles = config.choose_backward(spec)
         grid = spec.batch * spec.heads_q * row_blocks(spec, tiles)
         arguments = (*tensors, *self.arguments(spec, tiles, *tensors))
-        return prepared(self.fn, tensors[-1].device, grid, arguments, len(tensors), OPTIONS)
+        return prepared(self.fn, tensors[-1].device, grid, arguments, len(tensors), self.options)
 
 
 def begin_arguments(
@@ -138,9 +146,9 @@ def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tenso
     )  # fmt: skip
 
 
-BEGIN = RowsKernel(begin_kernel, begin_arguments)
+BEGIN = RowsKernel(begin_kernel, begin_arguments, OPTIONS)
 MAIN = BackwardKernel()
-FINISH = RowsKernel(finish_kernel, finish_arguments)
+FINISH = RowsKernel(finish_kernel, finish_arguments, DEPENDENT)
 
 
 def backward(
