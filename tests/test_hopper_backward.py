@@ -91,6 +91,28 @@ def test_other_tiles_are_right_too(change):
     assert [str(e) for e in errors(case, inputs, result) if e.name[0] == "d" and not e.ok] == []
 
 
+def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(monkeypatch):
+    prepared, given = [], {}
+    for name in ("BEGIN", "MAIN", "FINISH"):
+
+        def prepare(spec, tensors, name=name):
+            prepared.append((name, len(tensors)))
+            return lambda *tensors: given.update({name: [id(x) for x in tensors]})
+
+        monkeypatch.setattr(getattr(backward_launch, name), "prepare", prepare)
+    monkeypatch.setattr(backward_launch, "BACKWARD", backward_launch.BackwardPass())
+    case = CASES["causal"]
+    q, k, v, dout, _ = make_inputs(case)
+    out, lse = torch.empty_like(q), torch.empty(case.batch, case.heads_q, case.seqlen_q)
+    for _ in range(2):
+        dq, dk, dv = backward_launch.backward(case, dout, None, q, k, v, out, lse)
+        *begun, rows, sums = given["BEGIN"]
+        assert begun == [id(x) for x in (out, dout, lse, None)]
+        assert given["MAIN"] == [*(id(x) for x in (q, dout, k, v, dk, dv)), rows, sums]
+        assert given["FINISH"] == [id(dq), sums]
+    assert prepared == [("BEGIN", 6), ("MAIN", 8), ("FINISH", 2)]
+
+
 def test_a_kernel_that_stands_still_is_noticed():
     def stuck(barrier):
         gluon_on_cpu.MBarrier.wait(barrier, 0)

@@ -189,14 +189,18 @@ def _through_driver(driver: ctypes.CDLL, compiled: Any, device_index: int, grid:
     call = (ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters.addresses, None)
     launch_kernel, replace_address = driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress
     pointers, maps, lock = parameters.pointers, parameters.maps, threading.Lock()
+    described = [0] * len(maps)  # addresses: often the same memory again, for which the driver need not be called
     kept = compiled, parameters  # alive as long as the launch
 
     def launch(stream: int, *tensors: Tensor) -> None:
         with lock:  # until the driver has copied the parameters
             for index, pointer in pointers:
                 pointer.value = tensors[index].data_ptr()
-            for index, tensor_map in maps:
-                replace_address(tensor_map, ctypes.c_void_p(tensors[index].data_ptr()))
+            for i, (index, tensor_map) in enumerate(maps):
+                address = tensors[index].data_ptr()
+                if address != described[i]:
+                    replace_address(tensor_map, ctypes.c_void_p(address))
+                    described[i] = address
             config.stream = stream
             status = launch_kernel(*call)
             if status == _NO_CONTEXT:  # the first of this thread that the driver hears

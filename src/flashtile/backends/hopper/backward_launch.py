@@ -151,6 +151,41 @@ MAIN = BackwardKernel()
 FINISH = RowsKernel(finish_kernel, finish_arguments, DEPENDENT)
 
 
+class BackwardPass(Launcher):
+    """All three, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up, for the sake of small
+    calls."""
+
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+        tiles = config.choose_backward(spec)
+        device, n_rows = tensors[-1].device, spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
+
+        def scratch() -> tuple[Tensor, Tensor]:
+            """rows and sums."""
+            sizes = 2 * n_rows, n_rows * tiles.head_dim
+            rows, sums = (torch.empty_strided((n,), (1,), dtype=torch.float32, device=device) for n in sizes)
+            return rows, sums
+
+        dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
+        rows, sums = scratch()
+        begin = BEGIN.prepare(spec, (out, dout, lse, dlse, rows, sums))
+        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, rows, sums))
+        finish = FINISH.prepare(spec, (dq, sums))
+
+        def run(
+            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+            dq: Tensor, dk: Tensor, dv: Tensor,
+        ) -> None:  # fmt: skip
+            rows, sums = scratch()
+            begin(out, dout, lse, dlse, rows, sums)
+            main(q, dout, k, v, dk, dv, rows, sums)
+            finish(dq, sums)
+
+        return run
+
+
+BACKWARD = BackwardPass()
+
+
 def backward(
     spec: AttentionSpec,
     dout: Tensor,
@@ -162,12 +197,6 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k and v, by Algorithm 2, from tensors that TMA can read."""
-    tiles = config.choose_backward(spec)
-    heads, blocks = spec.batch * spec.heads_q, row_blocks(spec, tiles)
-    rows = q.new_empty((2 * heads * blocks * tiles.tile_m,), dtype=torch.float32)
-    sums = q.new_empty((heads * blocks * tiles.tile_m * tiles.head_dim,), dtype=torch.float32)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    BEGIN(spec, (out, dout, lse, dlse), (rows, sums))
-    MAIN(spec, (q, dout, k, v), (dk, dv, rows, sums))
-    FINISH(spec, (dq,), (sums,))
-    return dq, dk, dv
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    BACKWARD(spec, (dout, dlse, q, k, v, out, lse), gradients)
+    return gradients
