@@ -298,6 +298,17 @@ def step(
 
 
 @gluon.jit
+def sit_out(warpgroup: gl.constexpr, p, position, k_ring, v_ring):
+    """A step of a warpgroup whose rows lie past the end of Q: it lets the others go on."""
+    k_ring.await_full(position)
+    take_turn(warpgroup)
+    pass_turn(warpgroup, p.WARPGROUPS)
+    k_ring.release(position)
+    v_ring.await_full(position - 1)
+    v_ring.release(position - 1)
+
+
+@gluon.jit
 def store_out(o, out_desc, out_buffer, batch, row, head, col):
     """Columns col ... of O, by way of shared memory."""
     tma.store_wait(0)
@@ -415,6 +426,11 @@ def compute_walk(
         has_o = False
         position += 1
         # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
+        blocks_here = gl.where(row < p.seqlen_q, end - first, 1)
+        for _ in range(end - first - blocks_here):
+            sit_out(warpgroup, p, position, k_ring, v_ring)
+            position += 1
+        end = first + blocks_here
         middle = gl.minimum(gl.maximum(full_end, first), end - 1)
         last = gl.minimum(full_first, middle)
         if p.HAS_RIGHT:
