@@ -129,7 +129,7 @@ def module_without(choice: Choice) -> ModuleType:
         source = source.replace(old, new)
     path = Path(tempfile.mkdtemp()) / "forward.py"  # stays: triton reads the source again when it compiles
     path.write_text(source)
-    name = f"flashtile.backends.hopper.without_{zlib.crc32(source.encode()):x}"  # the same in every process: it is cached
+    name = f"flashtile.backends.hopper.without_{zlib.crc32(source.encode()):x}"  # triton caches by name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
