@@ -88,7 +88,7 @@ FLAT_LOOP = [  # the last O += P V of a tile and its epilogue come before the ne
 ]  # fmt: skip
 
 
-def in_turn(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> Lists:
+def in_turn(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, programs: int) -> Lists:
     """Tiles as a grid would have them: of one head after the other, dealt out to the programs in turn."""
     m_blocks = range(-(-spec.seqlen_q // rows))
     tiles = [(head, m_block) for head in range(spec.batch * spec.heads_q) for m_block in m_blocks]

@@ -29,6 +29,8 @@ class Tiles:
     def __post_init__(self) -> None:
         if self.warpgroups not in (2, 3):
             raise ValueError(f"warpgroups: got {self.warpgroups}; want 2 or 3")
+        if self.q_in_registers and self.parts > 1:
+            raise ValueError(f"q_in_registers: got True with parts {self.parts}; want Q in one part")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
