@@ -14,6 +14,8 @@ import random
 import statistics
 import sys
 import tempfile
+import textwrap
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,8 +59,36 @@ OVERLAP = [  # O += P V is waited for before the softmax, not after it
      "        v_ring.release(position - 1, pred=t > 0)"),
 ]  # fmt: skip
 
+END_OF_TILE = """
+        v_ring.await_full(position - 1)
+        pv = unpack(probs, out_desc.dtype, p_layout)
+        o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        v_ring.release(position - 1)
+        finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
+"""
+FLAT_LOOP = [  # the last O += P V of a tile and its epilogue come before the next tile is begun
+    ("""        v_ring.await_full(position - 1, pred=t > 0)
+        pv = unpack(probs, out_desc.dtype, p_layout)
+        o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
+        pass_turn(warpgroup, p.WARPGROUPS)
+        s = warpgroup_mma_wait(1, deps=(s,))
+""", """        pass_turn(warpgroup, p.WARPGROUPS)
+        s = warpgroup_mma_wait(0, deps=(s,))
+"""),
+    ("""        o = warpgroup_mma_wait(0, deps=(o,))
+        v_ring.release(position - 1, pred=t > 0)
+        if t > 0:
+            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
+                   row_layout)  # fmt: skip
+""", ""),
+    ("\n        if not p.Q_IN_REGISTERS:\n            q_ring.release(q_position)\n",
+     END_OF_TILE + "        if not p.Q_IN_REGISTERS:\n            q_ring.release(q_position)\n"),
+    (textwrap.dedent(END_OF_TILE).replace("\n", "\n    ").rstrip(" "), "\n"),
+]  # fmt: skip
 
-def in_turn(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> Lists:
+
+def in_turn(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, programs: int) -> Lists:
     """Tiles as a grid would have them: of one head after the other, dealt out to the programs in turn."""
     m_blocks = range(-(-spec.seqlen_q // rows))
     tiles = [(head, m_block) for head in range(spec.batch * spec.heads_q) for m_block in m_blocks]
@@ -79,6 +109,7 @@ CHOICES = {
     "all": Choice(),
     "no ping-pong": Choice(PING_PONG),
     "no overlap of softmax and P V": Choice(OVERLAP),
+    "no flat loop": Choice(FLAT_LOOP),
     "tiles dealt out in turn": Choice(schedule=in_turn),
     "a running maximum": Choice(steady=False),
     "Q in one slot": Choice(tiles=lambda t: replace(t, q_stages=1) if t.q_stages > 1 else None),
@@ -98,7 +129,7 @@ def module_without(choice: Choice) -> ModuleType:
         source = source.replace(old, new)
     path = Path(tempfile.mkdtemp()) / "forward.py"  # stays: triton reads the source again when it compiles
     path.write_text(source)
-    name = f"flashtile.backends.hopper.without_{path.parent.name}"
+    name = f"flashtile.backends.hopper.without_{zlib.crc32(source.encode()):x}"  # triton caches by name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -67,6 +67,8 @@ CASES = {
     "D-40": spec(dims=(40, 40), dtype=HALF),
     "D-96": spec(dims=(96, 96), dtype=BF16, right=0),
     "D-128": spec(dims=(128, 128), dtype=BF16, right=0),
+    "D-80-Dv-72": spec(dims=(80, 72), dtype=BF16),
+    "D-192": spec(dims=(192, 192), dtype=BF16, right=0),
     "D-192-Dv-128": spec(dims=(192, 128), dtype=BF16),
     "D-64-Dv-256": spec(dims=(64, 256), dtype=HALF),
     "D-256": spec(dims=(256, 256), dtype=BF16, right=0),

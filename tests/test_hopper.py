@@ -24,7 +24,7 @@ windows = st.integers(-1, 2000)
 @given(lengths, lengths, windows, windows, st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 1)]))
 def test_every_tile_is_scheduled_once(seqlen_q, seqlen_k, left, right, batch, heads):
     case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch, left=left, right=right)
-    lists = schedule(case, 128, 128, PROGRAMS)
+    lists = schedule(case, 128, 2, 128, PROGRAMS)
     tiles = [tile for program in lists for tile in program]
     blocks = -(-seqlen_q // 128)
     assert sorted(tiles) == [(head, m_block) for head in range(batch * heads[0]) for m_block in range(blocks)]
@@ -79,16 +79,28 @@ def test_programs_finish_together(seqlen, right):
     case = spec((seqlen, seqlen), (16, 16), (128, 128), BF16, batch=16384 // seqlen, right=right)
     load = [
         sum(key_blocks(case, m_block, 128, 128) + TILE_COST for _, m_block in program)
-        for program in schedule(case, 128, 128, PROGRAMS)
+        for program in schedule(case, 128, 2, 128, PROGRAMS)
     ]
     mean = sum(load) / len(load)
     shortest = min(key_blocks(case, m_block, 128, 128) for m_block in range(seqlen // 128))
     assert max(load) <= max(1.02 * mean, mean + shortest + TILE_COST)
 
 
+@pytest.mark.parametrize("seqlen", [512, 2048, 8192])
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8), (16, 4)], ids=str)
+def test_programs_of_the_backward_pass_finish_together(seqlen, heads):
+    """Tiles are as long as their group is large: sections of few of them would leave programs idle."""
+    case = spec((seqlen, seqlen), heads, (128, 128), BF16, batch=16384 // seqlen, right=0)
+    load = [
+        sum(query[1] - query[0] for _, n_block in program for query in [query_blocks(case, n_block, 128, 64)])
+        for program in backward_schedule(case, 128, 64, PROGRAMS)
+    ]
+    assert max(load) <= 1.05 * sum(load) / len(load)
+
+
 def test_within_a_program_and_section_tiles_get_shorter():
     case = spec((4096, 4096), (4, 4), (128, 128), BF16, batch=1, right=0)  # K and V of four heads: one section
-    for program in schedule(case, 128, 128, PROGRAMS):
+    for program in schedule(case, 128, 2, 128, PROGRAMS):
         m_blocks = [m_block for _, m_block in program]
         assert m_blocks == sorted(m_blocks, reverse=True)
 

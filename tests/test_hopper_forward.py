@@ -28,6 +28,8 @@ CASES = {
     "packed window": spec((20, 700), (16, 1), (128, 128), BF16, batch=1, left=200, right=5),
     "packed, one query": spec((1, 600), (12, 3), (256, 256), BF16, batch=2),
     "D 128": spec((260, 390), (2, 1), (128, 96), BF16, batch=1, right=0),
+    "D 80, Dv 72": spec((200, 300), (2, 1), (80, 72), BF16, batch=1, right=0),
+    "D 160, Dv 192": spec((200, 300), (2, 1), (160, 192), BF16, batch=1, right=0),
     "D 192, Dv 128": spec((200, 700), (4, 2), (192, 128), BF16, batch=1, right=0),
     "D 256": spec((200, 200), (4, 2), (256, 192), BF16, batch=1, right=0),
 }

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .channel import make_ring, ring_of
+from .channel import anew, make_ring, ring_of
 from .compat import add_async, aggregate, load_async, seen_as, store_async
 from .tile import matrix, pass_turn, take_turn, tanh
 
@@ -209,15 +209,6 @@ def store_keys(desc, buffer, x, batch, key, head):
     matrix(buffer).store(x.to(desc.dtype))
     fence_async_shared()
     store_async(desc, [batch, key, head, 0], buffer)
-
-
-@gluon.jit
-def anew(position):
-    """The same position, of which the compiler knows nothing: it works out addresses when they are needed, instead of
-    keeping those of every slice of K and V over the loop, for which it has no registers."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [position], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
 
 
 @gluon.jit

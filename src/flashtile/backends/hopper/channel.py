@@ -61,6 +61,15 @@ class Ring:
 
 
 @gluon.jit
+def anew(position):
+    """The same position, of which the compiler knows nothing: it works out addresses when they are needed, instead of
+    keeping those of every slice of an operand over the loop, for which it has no registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [position], dtype=gl.uint32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr):
     """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups."""
     buffers = gl.allocate_shared_memory(desc.dtype, [depth * parts] + desc.block_shape, desc.layout)

@@ -29,6 +29,8 @@ class Tiles:
     def __post_init__(self) -> None:
         if self.warpgroups not in (2, 3):
             raise ValueError(f"warpgroups: got {self.warpgroups}; want 2 or 3")
+        if self.q_in_registers and self.parts > 1:
+            raise ValueError(f"q_in_registers: got True with parts {self.parts}; want Q in one part")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
@@ -55,10 +57,14 @@ stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 48
 D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
 +9 % at S = 512, 0 at 16k."""
+D96 = Tiles(96, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, parts=3)
+"""Q and K in blocks of 32 dims are not padded to 128."""
 D192_DV128 = Tiles(
     192, 128, warpgroups=2, tile_n=128, q_stages=1, stages=2, compute_registers=240, parts=3, out_parts=2
 )
 """Q and K in blocks of 64 dims are not padded to 256: S = 2k and 8k full 472 and 502 -> 685 and 742 TFLOP/s."""
+D192 = Tiles(192, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, parts=3, out_parts=2)
+"""As above; O is as wide as at 256."""
 D256 = Tiles(256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, out_parts=2)
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O."""
 
@@ -133,11 +139,12 @@ def heads_per_tile(spec: AttentionSpec, tiles: Tiles) -> int:
 
 def choose(spec: AttentionSpec) -> Tiles:
     """The tiles for a spec."""
-    if 128 < spec.head_dim <= 192 and spec.head_dim_v <= 128:
-        return D192_DV128
-    if max(spec.head_dim, spec.head_dim_v) > 128:
-        return D256
-    if max(spec.head_dim, spec.head_dim_v) > 64:
-        return D128
+    dims = max(spec.head_dim, spec.head_dim_v)
+    if dims > 128:
+        if spec.head_dim > 192:
+            return D256
+        return D192 if spec.head_dim_v > 128 else D192_DV128
+    if dims > 64:
+        return D128 if spec.head_dim > 96 else D96
     short = spec.seqlen_q <= (2048 if spec.window_right >= 0 else 1024)
     return D64_SHORT if short else D64

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import make_ring
+from .channel import anew, make_ring
 from .compat import aggregate, load_async, store_async
 from .tile import keep_apart, matrix, meet, pack, pass_turn, row_sums_by_lane, take_turn, tanh, unpack
 
@@ -217,22 +217,15 @@ def mask(p, s, row, col, row_layout: gl.constexpr):
 
 
 @gluon.jit
-def q_parts(p, warpgroup: gl.constexpr, q_ring, position, layout: gl.constexpr):
-    """This warpgroup's rows of Q, a matrix for each part of the dims, in registers or in shared memory."""
-    PARTS: gl.constexpr = q_ring.parts // p.WARPGROUPS
-    q = ()
+def scores_product(p, warpgroup: gl.constexpr, q, q_ring, q_position, k_ring, position, s):
+    """S = Q K^T is begun, in as many parts of the dims as Q and K lie in; `q`: this warpgroup's rows, if in one."""
+    PARTS: gl.constexpr = k_ring.parts
     for part in gl.static_range(PARTS):
-        rows = matrix(q_ring.buffer(position, warpgroup * PARTS + part))
-        q += (rows.load(layout) if p.Q_IN_REGISTERS else rows,)  # type: ignore[assignment]  # it grows
-    return q
-
-
-@gluon.jit
-def scores_product(q, k_ring, position, s):
-    """S = Q K^T is begun."""
-    for part in gl.static_range(k_ring.parts):
+        if PARTS > 1:
+            q_position, position = anew(q_position), anew(position)
+            q = matrix(q_ring.buffer(q_position, warpgroup * PARTS + part))
         k = matrix(k_ring.buffer(position, part)).permute((1, 0))
-        s = warpgroup_mma(q[part], k, s, use_acc=part > 0, is_async=True)
+        s = warpgroup_mma(q, k, s, use_acc=part > 0, is_async=True)
     return s
 
 
@@ -265,8 +258,8 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
 
 @gluon.jit
 def step(
-    p, warpgroup: gl.constexpr, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, MASKED: gl.constexpr,
-    STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
+    p, warpgroup: gl.constexpr, q, q_ring, q_position, o, probs, m, l, has_o, position, row, col, k_ring, v_ring,
+    MASKED: gl.constexpr, STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """S of this block and O += P V of the block before, then the softmax of this one while the latter runs.
 
@@ -276,7 +269,7 @@ def step(
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
-    s = scores_product(q, k_ring, position, zero)
+    s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, zero)
     v_ring.await_full(position - 1)
     pv = unpack(probs, k_ring.buffers.dtype, p_layout)
     o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
@@ -295,6 +288,17 @@ def step(
         v_ring.release(position - 1)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
     return o, pack(p_new, k_ring.buffers.dtype), m, l
+
+
+@gluon.jit
+def sit_out(warpgroup: gl.constexpr, p, position, k_ring, v_ring):
+    """A step of a warpgroup whose rows lie past the end of Q: it lets the others go on."""
+    k_ring.await_full(position)
+    take_turn(warpgroup)
+    pass_turn(warpgroup, p.WARPGROUPS)
+    k_ring.release(position)
+    v_ring.await_full(position - 1)
+    v_ring.release(position - 1)
 
 
 @gluon.jit
@@ -385,12 +389,13 @@ def compute_walk(
         row_new = p.first_query(m_block, warpgroup)
         # S of the first block, under the last O += P V of the tile before
         q_ring.await_full(q_position)
-        q = q_parts(p, warpgroup, q_ring, q_position, gl.DotOperandLayout(0, s_layout, 2))
+        q = matrix(q_ring.buffer(q_position, warpgroup * k_ring.parts))
         if p.Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
             q_ring.release(q_position)
         k_ring.await_full(position)
         take_turn(warpgroup)
-        s = scores_product(q, k_ring, position, zero)
+        s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, zero)
         v_ring.await_full(position - 1, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
         o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
@@ -415,35 +420,40 @@ def compute_walk(
         has_o = False
         position += 1
         # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
+        blocks_here = gl.where(row < p.seqlen_q, end - first, 1)
+        for _ in range(end - first - blocks_here):
+            sit_out(warpgroup, p, position, k_ring, v_ring)
+            position += 1
+        end = first + blocks_here
         middle = gl.minimum(gl.maximum(full_end, first), end - 1)
         last = gl.minimum(full_first, middle)
         if p.HAS_RIGHT:
             for i in range(end - 1 - middle):
                 col = (end - 2 - i) * p.TILE_N
-                o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
-                                      False, s_layout, p_layout)  # fmt: skip
+                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, col,
+                                      k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         steady = 0
         if p.STEADY:
             steady = gl.where(careful, 0, middle - last)
         for _ in range(middle - last - steady):
-            o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
-                                  False, s_layout, p_layout)  # fmt: skip
+            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, 0,
+                                  k_ring, v_ring, False, False, s_layout, p_layout)  # fmt: skip
             has_o = True
             position += 1
         if p.STEADY:
             m = gl.where((steady > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
             for _ in range(steady):
-                o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, 0, k_ring, v_ring, False,
-                                      True, s_layout, p_layout)  # fmt: skip
+                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, 0,
+                                      k_ring, v_ring, False, True, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         if p.HAS_LEFT:
             for i in range(last - first):
                 col = (last - 1 - i) * p.TILE_N
-                o, probs, m, l = step(p, warpgroup, q, o, probs, m, l, has_o, position, row, col, k_ring, v_ring, True,
-                                      False, s_layout, p_layout)  # fmt: skip
+                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, col,
+                                      k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         if not p.Q_IN_REGISTERS:

@@ -41,7 +41,8 @@ def describe(x: Tensor, box: Box) -> TensorDescriptor:
 def table(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Tensor:
     """(programs, rounds) int64: how many tiles a program has, then (batch * Hq / pack + head) << 32 | m_block each."""
     pack = config.heads_per_tile(spec, tiles)
-    lists = schedule(replace(spec, heads_q=spec.heads_q // pack), tiles.rows // pack, tiles.tile_n, programs)
+    packed = replace(spec, heads_q=spec.heads_q // pack)
+    lists = schedule(packed, tiles.rows // pack, tiles.warpgroups, tiles.tile_n, programs)
     rounds = 2 + max(map(len, lists))  # a program reads one entry past its last
     rows = [[len(x), *(head << 32 | m_block for head, m_block in x), *[0] * (rounds - 1 - len(x))] for x in lists]
     return torch.tensor(rows, dtype=torch.int64)

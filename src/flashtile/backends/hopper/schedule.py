@@ -18,6 +18,10 @@ SECTION_BYTES = 33_600_000
 # Tiles for each program that make a section large enough: K and V of fewer heads are read by more programs at a time.
 # S = 512 causal, D 128, 16k tokens on an H200: 334 -> 356 TFLOP/s against sections as large as the cache.
 SECTION_ROUNDS = 2
+# A program may have so much more to do than the mean, or sections are made larger.
+MOST_UNEVEN = 1.03
+# By how much a step is shorter if all warpgroups sit it out, so many of them by so much less: an estimate.
+SITTING_OUT = 0.6
 # What a tile costs beside its key blocks, in key blocks: its epilogue and the start of its pipeline. An estimate.
 TILE_COST = 0.6
 # The same for a tile of the backward pass, in query blocks: dK and dV on their way out.
@@ -34,12 +38,32 @@ def key_blocks(spec: AttentionSpec, m_block: int, rows: int, tile_n: int) -> int
     return max(1, -(-end // tile_n) - first // tile_n)
 
 
-def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int, alike: bool) -> list[range]:
-    """The key heads of the whole batch, counted through, in even sections; one by one if tiles are alike."""
+def idle(spec: AttentionSpec, m_block: int, rows: int, warpgroups: int) -> float:
+    """Which part of a tile's warpgroups have no rows."""
+    missing = max(0, (m_block + 1) * rows - spec.seqlen_q)
+    return missing * warpgroups // rows / warpgroups
+
+
+def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int) -> int:
+    """Into how many even sections the key heads of the whole batch come, for the cache's sake."""
     fitting = SECTION_BYTES // head_bytes
     enough = -(-SECTION_ROUNDS * programs // tiles_per_head)
-    count = heads if alike else min(heads, max(1, round(heads / max(1, min(fitting, enough)))))
-    return [range(heads * i // count, heads * (i + 1) // count) for i in range(count)]
+    return min(heads, max(1, round(heads / max(1, min(fitting, enough)))))
+
+
+def spread(cost: list[float], heads: int, group: int, count: int, programs: int) -> list[list[Tile]]:
+    """The tiles of every program, `group` of each block of a key head: with the key heads in `count` sections, or in
+    fewer, if that leaves some program with too much to do."""
+    mean = sum(cost) * heads * group / programs
+    found: list[tuple[float, list[list[Tile]]]] = []
+    while count:
+        parts = [range(heads * i // count * group, heads * (i + 1) // count * group) for i in range(count)]
+        lists = assign(cost, parts, programs)
+        found.append((max(sum(cost[block] for _, block in tiles) for tiles in lists), lists))
+        if found[-1][0] <= MOST_UNEVEN * mean:
+            break
+        count //= 2
+    return min(found)[1]
 
 
 def assign(cost: list[float], sections: list[range], programs: int) -> list[list[Tile]]:
@@ -60,16 +84,16 @@ def assign(cost: list[float], sections: list[range], programs: int) -> list[list
     return lists
 
 
-def schedule(spec: AttentionSpec, rows: int, tile_n: int, programs: int) -> list[list[Tile]]:
-    """The forward pass: tiles of `rows` queries."""
+def schedule(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, programs: int) -> list[list[Tile]]:
+    """The forward pass: tiles of `rows` queries, which `warpgroups` share out."""
     m_blocks = range(-(-spec.seqlen_q // rows))
-    cost = [key_blocks(spec, m_block, rows, tile_n) + TILE_COST for m_block in m_blocks]
+    blocks = [key_blocks(spec, m_block, rows, tile_n) for m_block in m_blocks]
     head_bytes = spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    parts = sections(
-        spec.batch * spec.heads_k, head_bytes, len(m_blocks) * spec.group, programs, alike=min(cost) == max(cost)
-    )
-    of_queries = [range(part.start * spec.group, part.stop * spec.group) for part in parts]
-    return assign(cost, of_queries, programs)
+    heads, alike = spec.batch * spec.heads_k, min(blocks) == max(blocks)
+    count = heads if alike else sections(heads, head_bytes, len(m_blocks) * spec.group, programs)
+    sat_out = [SITTING_OUT * idle(spec, m_block, rows, warpgroups) for m_block in m_blocks]
+    cost = [n * (1 - part) + TILE_COST for n, part in zip(blocks, sat_out, strict=True)]
+    return spread(cost, heads, spec.group, count, programs)
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,8 +111,9 @@ def backward_schedule(spec: AttentionSpec, keys: int, tile_m: int, programs: int
     cost = [key_blocks(mirrored(spec), n_block, keys, tile_m) * spec.group + BACKWARD_TILE_COST for n_block in n_blocks]
     row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     head_bytes = spec.seqlen_k * row_bytes + spec.group * spec.seqlen_q * (row_bytes + 4 * spec.head_dim)
-    heads = spec.batch * spec.heads_k
-    return assign(cost, sections(heads, head_bytes, len(n_blocks), programs, alike=min(cost) == max(cost)), programs)
+    heads, alike = spec.batch * spec.heads_k, min(cost) == max(cost)
+    count = heads if alike else sections(heads, head_bytes, len(n_blocks), programs)
+    return spread(cost, heads, 1, count, programs)
 
 
 def query_blocks(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> tuple[int, int, int, int]:
