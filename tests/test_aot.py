@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,15 @@ def test_hopper_backward_configs_compile_and_fit(mask, dim):
     assert not serializes_products(compiled), usage
     if dim == 64:  # above, some addresses are kept in memory, most by the compiler of Triton 3.9
         assert not usage.spills, usage
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_backward_in_order_keeps_its_products_in_flight(dim):
+    case = replace(spec((4096, 4096), (16, 16), (dim, dim), BF16, right=0), deterministic=True)
+    usage, compiled = compile_hopper_backward(case)
+    assert usage.shared <= SHARED_MEMORY["sm_90"], usage
+    assert not serializes_products(compiled), usage
+    assert "ld.acquire.gpu" in compiled.asm["ptx"]
 
 
 def test_a_walk_over_tiles_carries_what_it_changes():

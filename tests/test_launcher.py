@@ -50,6 +50,7 @@ class Driver:
         if self.context is None:
             return 201
         config = config._obj
+        self.attributes = [(x.name, x.value[0]) for x in config.attributes[: config.n_attributes]]
         parameters = [ctypes.string_at(*x) for x in zip(addresses, self.function_sizes, strict=True)]
         self.launches.append((list(config.grid), list(config.block), config.shared_bytes, config.stream, parameters))
         return self.status
@@ -124,6 +125,15 @@ def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, argu
         assert ctypes.c_float.from_buffer_copy(others[12]).value == 0.125
         assert whole[13:] == [0, 0]  # scratch
     assert compiled.calls == []
+
+
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_the_driver_is_told_whether_programs_wait_for_one_another(monkeypatch, compiled, arguments, cooperative):
+    compiled.metadata.launch_cooperative_grid = cooperative
+    driver = Driver(SIZES)
+    run = launch_of(monkeypatch, driver, compiled, arguments)
+    run(arguments[0].base, None, arguments[2])
+    assert driver.attributes == ([(2, 1)] if cooperative else [])
 
 
 @pytest.mark.parametrize(

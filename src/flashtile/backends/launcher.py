@@ -37,8 +37,15 @@ _NUMBERS = {
 }  # fmt: skip
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE: all programs run at the same time
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: a name, and a value of up to 64 bytes."""
+
+    _fields_ = (("name", ctypes.c_uint64), ("value", ctypes.c_int * 16))
 
 
 class _Config(ctypes.Structure):
@@ -49,7 +56,7 @@ class _Config(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
         ("n_attributes", ctypes.c_uint),
     )
 
@@ -150,9 +157,9 @@ def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, 
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Whether a launch is no more than a grid and parameters."""
-    special = ("num_ctas", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-    return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0, 0, 0]
+    """Whether a launch is no more than a grid, cooperative or not, and parameters."""
+    special = ("num_ctas", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0, 0]
 
 
 def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> Launch:
@@ -175,7 +182,11 @@ def _of(descriptor: Any, tensor: Tensor | None) -> Any:
 
 def _through_driver(driver: ctypes.CDLL, compiled: Any, device_index: int, grid: int, parameters: Parameters) -> Launch:
     threads = compiled.metadata.num_warps * compiled.metadata.warp_size
-    config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared, None, None, 0)
+    attribute = _Attribute(_COOPERATIVE, (1,))
+    n_attributes = int(compiled.metadata.launch_cooperative_grid)
+    config = _Config(
+        (grid, 1, 1), (threads, 1, 1), compiled.metadata.shared, None, ctypes.pointer(attribute), n_attributes
+    )
     call = (ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters.addresses, None)
     launch_kernel, replace_address = driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress
     pointers, maps, lock = parameters.pointers, parameters.maps, threading.Lock()

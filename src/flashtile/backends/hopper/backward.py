@@ -38,7 +38,7 @@ FULL_END = gl.constexpr(6)
 KEYS_HERE = gl.constexpr(7)  # keys from its first to the end of K
 RIGHT_EDGE = gl.constexpr(8)  # the first and the last query that see its first key
 LEFT_EDGE = gl.constexpr(9)
-TURN = gl.constexpr(10)  # blocks past the first at which the tile begins
+TURN = gl.constexpr(10)  # blocks past the first at which the tile begins; or -(first + end): it goes backwards
 FIELDS = gl.constexpr(16)
 
 
@@ -88,8 +88,8 @@ class Problem:
 
 @gluon.jit
 def turned(i, first, end, turn):
-    """Blocks first ... end from `turn` past the first on, then those before it."""
-    block = i + turn
+    """Blocks first ... end from `turn` past the first on, then those before it; or backwards, as ~(i + turn)."""
+    block = (i + turn) ^ (turn >> 31)
     return gl.where(block < end, block, block - (end - first))
 
 
@@ -202,8 +202,39 @@ def hand_over_dq(dq, ring, position):
 
 
 @gluon.jit
-def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring):
-    """The warp that adds a warpgroup's part of dQ of every step to the sums: line 15.
+def await_added(added_ptr, tiles):
+    """Waits until so many tiles have added to a block of dQ; then this one may, by a copy."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred missing;
+        again: ld.acquire.gpu.global.b32 $0, [$1];
+        setp.ne.b32 missing, $0, $2;
+        @missing bra again;
+        fence.proxy.async.global;
+        }""",
+        "=&r,l,r", [added_ptr, tiles], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def count_added(added_ptr):
+    """Waits until what this warp added to a block of dQ is there, not only read, and says so."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
+        elect.sync _|one, 0xffffffff;
+        @one red.release.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr):
+    """The warp that adds a warpgroup's part of dQ of every step to the sums, with ranks in their order: line 15.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
@@ -213,14 +244,24 @@ def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring):
     for _ in range(n_tiles):
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+        if ranks_ptr is not None:
+            n_block = gl.load(entry + KEY) // (WARPGROUPS * KEYS)
+            of_step = ranks_ptr + n_block * p.group * p.row_blocks
+            rank = gl.load(of_step)
         for i in range(p.group):
             for j in range(first, end):
                 at = ((head + i) * p.row_blocks + turned(j, first, end, turn)) * WARPGROUPS + warpgroup
                 dq_at = dq_position(position, warpgroup)
                 dq_ring.await_full(dq_at)
+                if ranks_ptr is not None:
+                    await_added(added_ptr + at, rank.to(gl.int32))
                 add_async(sums_desc, [at * SUMS_ROWS, 0], dq_ring.buffer(dq_at, 0))
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(dq_at)
+                if ranks_ptr is not None:
+                    of_step += 1
+                    rank = gl.load(of_step)  # of the next step, before it is needed
+                    count_added(added_ptr + at)
                 position += 1
         entry += FIELDS
 
@@ -385,13 +426,16 @@ def compute_loop(
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
 def backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, schedule_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, added_ptr, ranks_ptr, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`."""
+    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`.
+
+    added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py. Or None: tiles add in any order.
+    """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, 1, WARPGROUPS)
@@ -412,6 +456,6 @@ def backward_kernel(
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-        (add_loop, (0, p, sums_desc, q_ring, dq_ring)),
-        (add_loop, (1, p, sums_desc, q_ring, dq_ring)),
+        (add_loop, (0, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
+        (add_loop, (1, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
     ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -18,7 +18,8 @@ from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
 from .launch import LOG2E, OPTIONS, Box, describe
-from .schedule import backward_schedule, tile_fields
+from .order import Order, order
+from .schedule import Tile, backward_schedule, tile_fields, turn_of
 
 
 def kernel_of(tiles: config.BackwardTiles) -> Any:
@@ -51,11 +52,17 @@ def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
     return queries, queries, keys, keys, keys, keys
 
 
-def table(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Tensor:
+def ordered(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
+    """The tiles of every program, and the order in which they add to dQ if it must not change."""
+    if spec.deterministic:
+        return order(spec, tiles.keys, tiles.tile_m, programs)
+    turns = [turn_of(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(-(-spec.seqlen_k // tiles.keys))]
+    return Order(backward_schedule(spec, tiles.keys, tiles.tile_m, programs), turns, None)
+
+
+def table(spec: AttentionSpec, tiles: config.BackwardTiles, lists: list[list[Tile]], turns: list[int]) -> Tensor:
     """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles."""
-    lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
-    n_blocks = -(-spec.seqlen_k // tiles.keys)
-    fields = [tile_fields(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(n_blocks)]
+    fields = [tile_fields(spec, n_block, tiles.keys, tiles.tile_m, turn) for n_block, turn in enumerate(turns)]
     width = FIELDS.value
     padding = [0] * (width - 2 - len(fields[0]))
     of_block = [field + padding for field in fields]
@@ -86,21 +93,22 @@ def describe_sums(sums: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor
 
 
 class BackwardKernel(Launcher):
-    """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows and adds to sums."""
+    """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows, adds to sums and,
+    where these have an order, counts in added."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
-        *matrices, rows, sums = tensors
+        matrices, (rows, sums, *added) = tensors[:6], tensors[6:]
         tiles = config.choose_backward(spec)
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], plain_layout(1))
         programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
-        tiles_of = table(spec, tiles, programs).to(rows.device)
-        described = (
-            *map(describe, matrices, boxes(tiles)),
-            of_rows,
-            sums if tiles.wide else describe_sums(sums, tiles),
-        )
+        lists, turns, ranks = ordered(spec, tiles, programs)
+        tiles_of = table(spec, tiles, lists, turns).to(rows.device)
+        counted = (None, None) if ranks is None else (*added, ranks.to(rows.device))
+        of_sums = (sums,) if tiles.wide else (describe_sums(sums, tiles), *counted)
+        described = (*map(describe, matrices, boxes(tiles)), of_rows, *of_sums)
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), OPTIONS)
+        options = OPTIONS | ({"launch_cooperative_grid": True} if added else {})  # they wait for one another
+        return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
 class RowsKernel(Launcher):
@@ -120,13 +128,13 @@ class RowsKernel(Launcher):
 
 def begin_arguments(
     spec: AttentionSpec, tiles: config.BackwardTiles, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
-    rows: Tensor, sums: Tensor,
+    rows: Tensor, sums: Tensor, *added: Tensor,
 ) -> tuple:  # fmt: skip
     """The arguments of `begin_kernel` after the tensors."""
     return (
-        *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()), spec.heads_q, spec.seqlen_q,
-        row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.score_factors[0], spec.head_dim_v, tiles.tile_m,
-        tiles.head_dim,
+        *(() if added else (None,)), *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
+        spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.score_factors[0],
+        spec.head_dim_v, tiles.tile_m, tiles.head_dim,
     )  # fmt: skip
 
 
@@ -158,8 +166,9 @@ def backward(
     heads, blocks = spec.batch * spec.heads_q, row_blocks(spec, tiles)
     rows = q.new_empty((2 * heads * blocks * tiles.tile_m,), dtype=torch.float32)
     sums = q.new_empty((heads * blocks * tiles.tile_m * tiles.head_dim,), dtype=torch.float32)
+    added = (q.new_empty((heads * blocks * 2,), dtype=torch.int32),) if spec.deterministic else ()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    BEGIN(spec, (out, dout, lse, dlse), (rows, sums))
-    MAIN(spec, (q, dout, k, v), (dk, dv, rows, sums))
+    BEGIN(spec, (out, dout, lse, dlse), (rows, sums, *added))
+    MAIN(spec, (q, dout, k, v), (dk, dv, rows, sums, *added))
     FINISH(spec, (dq,), (sums,))
     return dq, dk, dv
