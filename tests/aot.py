@@ -140,11 +140,13 @@ def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
     else:
         box = list(backward_launch.sums_box(tiles))
         others["sums_desc"] = f"tensordesc<fp32{box},{backward_launch.plain_layout(2)!r}>"
+        ordered = spec.deterministic
+        others |= {"added_ptr": "*i32", "ranks_ptr": "*i16"} if ordered else dict.fromkeys(("added_ptr", "ranks_ptr"))
     return _compile_gluon(backward_launch.kernel_of(tiles), spec, backward_launch.boxes(tiles), others, "*i32", scalars)
 
 
 def _compile_gluon(
-    kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str], schedule: str, scalars: tuple
+    kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str | None], schedule: str, scalars: tuple
 ) -> tuple[Usage, object]:
     """A kernel of the Hopper backend: descriptors of `boxes`, other pointers, the schedule, scalars and constants."""
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -155,7 +157,8 @@ def _compile_gluon(
     signature, constants = {}, {}
     for name, box in zip(kernel.arg_names, boxes, strict=False):
         signature[name] = f"tensordesc<{element}{[1, *box]},{launch.layout(box, spec.dtype)!r}>"
-    signature |= others | {"schedule_ptr": schedule}
+    signature |= {name: kind or "constexpr" for name, kind in others.items()} | {"schedule_ptr": schedule}
+    constants |= {name: None for name, kind in others.items() if kind is None}
     for parameter, value in zip(kernel.params[len(signature) :], scalars, strict=True):
         signature[parameter.name] = "constexpr" if parameter.is_constexpr else "fp32" if value != int(value) else "i32"
         if parameter.is_constexpr:

@@ -23,7 +23,7 @@ import torch
 import flashtile.backends.hopper
 
 LOCK = threading.Condition()
-HERE = threading.local()  # .program and, of one role, .threads, and .products and .copies in flight
+HERE = threading.local()  # .program and, of one role, .threads, and .products and .stores in flight
 
 
 class StoppedError(Exception):
@@ -222,15 +222,19 @@ def load_async(descriptor: Descriptor, coordinates: list[Any], barrier: Barrier,
 
 def store_async(descriptor: Descriptor, coordinates: list[Any], buffer: Shared, add: bool = False) -> None:
     outer, inner = descriptor.corner(coordinates)
-    done = threading.Event()
-    HERE.copies.append(done)
-    HERE.program.stores.append(done)
+    store = SimpleNamespace(read=False, done=False)
+    HERE.stores.append(store)
+    HERE.program.stores.append(store)
 
     def copy() -> None:
         with LOCK:
-            descriptor.tensor[outer] = buffer.view[inner] + (descriptor.tensor[outer] if add else 0)
-        done.set()
+            box = buffer.view[inner].clone()
+            store.read = True
+            LOCK.notify_all()
+        time.sleep(random.random() * 1e-3)
         with LOCK:
+            descriptor.tensor[outer] = box + (descriptor.tensor[outer] if add else 0)
+            store.done = True
             LOCK.notify_all()
 
     in_a_moment(copy)
@@ -238,8 +242,7 @@ def store_async(descriptor: Descriptor, coordinates: list[Any], buffer: Shared, 
 
 def store_wait(pending: int) -> None:
     assert pending == 0
-    wait_until(lambda: all(done.is_set() for done in HERE.copies))
-    HERE.copies.clear()
+    wait_until(lambda: all(store.read for store in HERE.stores))
 
 
 class Product:
@@ -298,6 +301,17 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
         with LOCK:
             for i, x in enumerate(numbers):
                 pointers.tensor.index_put_((pointers.at + i,), torch.Tensor(x).to(torch.float32), accumulate=True)
+    elif "ld.acquire" in text:
+        pointer, count = arguments
+        wait_until(lambda: pointer.tensor[pointer.at] == count)
+    elif "cp.async.bulk.wait_group 0;" in text:
+        assert "red.release" in text
+        (pointer,) = arguments
+        wait_until(lambda: all(store.done for store in HERE.stores))
+        HERE.stores.clear()
+        with LOCK:
+            pointer.tensor[pointer.at] += 1
+            LOCK.notify_all()
     elif text.startswith("mov.b32 $0, $1;"):
         return arguments[0]
     elif text.startswith("cvt.rn."):
@@ -341,7 +355,7 @@ def warp_specialize(roles: list, warps: list[int], _registers: list[int]) -> Non
     program = HERE.program
 
     def run(role: Any, arguments: tuple, n_warps: int) -> None:
-        HERE.program, HERE.products, HERE.copies, HERE.threads = program, [], [], 32 * n_warps
+        HERE.program, HERE.products, HERE.stores, HERE.threads = program, [], [], 32 * n_warps
         try:
             role(*arguments)
             assert not HERE.products, "products in flight at the end"
@@ -446,16 +460,29 @@ def load(name: str) -> ModuleType:
                 sys.modules[key] = known
 
 
-def run(kernel: Any, programs: int, arguments: tuple, seconds: float = 60.0) -> None:
-    """All programs of a kernel, one after the other; TimeoutError where roles wait for each other for ever."""
-    for program in range(programs):
-        HERE.program = SimpleNamespace(
-            id=program, named={}, errors=[], stores=[], stopped=False, deadline=time.monotonic() + seconds
-        )
+def run(kernel: Any, programs: int, arguments: tuple, seconds: float = 60.0, together: bool = False) -> None:
+    """All programs of a kernel, one after the other or at the same time, begun in any order; TimeoutError where roles
+    wait for each other for ever."""
+    begun = [
+        SimpleNamespace(id=i, named={}, errors=[], stores=[], stopped=False, deadline=0.0) for i in range(programs)
+    ]
+
+    def run_one(program: SimpleNamespace) -> None:
+        program.deadline = time.monotonic() + seconds
+        HERE.program = program
         kernel(*arguments)
-        if HERE.program.errors:
-            raise HERE.program.errors[0]
-        if HERE.program.stopped:
-            raise TimeoutError(f"program {program} stands still")
-        for done in HERE.program.stores:
-            done.wait(seconds)
+        wait_until(lambda: program.stopped or all(store.done for store in program.stores))
+
+    if together:
+        threads = [threading.Thread(target=run_one, args=(x,), daemon=True) for x in random.sample(begun, programs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for program in begun:
+        if not together:
+            run_one(program)
+        if program.errors:
+            raise program.errors[0]
+        if program.stopped:
+            raise TimeoutError(f"program {program.id} stands still")

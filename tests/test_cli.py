@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from flashtile import dispatch
 from flashtile.backends import reference
 from flashtile.bench import verify
-from flashtile.bench.explain import explain
+from flashtile.bench.explain import explain, lines
 from flashtile.bench.providers import PROVIDERS, Provider
 from flashtile.bench.roofline import ceiling
 from flashtile.commands import app
@@ -198,6 +198,14 @@ def test_explain_prints_the_plan_where_there_is_one(monkeypatch):
     assert "tiles of 32 x 16" in text
     assert "6 programs" in text
     assert "masked" in text
+
+
+def test_explain_says_why_the_backward_pass_goes_elsewhere(monkeypatch):
+    planned(monkeypatch)
+    spec = AttentionSpec(2, 70, 90, 4, 2, 16, 24, torch.float32, 0.25)
+    assert "backward" not in dict(lines(explain(spec, torch.device("cpu"))))
+    monkeypatch.setattr(dispatch.BACKENDS["cpu"], "leaves_backward", lambda spec: "no order", raising=False)
+    assert dict(lines(explain(spec, torch.device("cpu"))))["backward"] == "goes elsewhere: no order"
 
 
 def test_explain_of_a_device_that_is_not_here(monkeypatch):

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from flashtile import dispatch, flash_attn_func
 from flashtile.backends.hopper import config, leaves_backward, passes_on, refusal
-from flashtile.backends.hopper.schedule import TILE_COST, backward_schedule, key_blocks, query_blocks, schedule
+from flashtile.backends.hopper.order import order, visits
+from flashtile.backends.hopper.schedule import (
+    BACKWARD_TILE_COST,
+    TILE_COST,
+    backward_schedule,
+    key_blocks,
+    query_blocks,
+    schedule,
+    tile_costs,
+)
 from flashtile.testing import Result, Sample, make_inputs
 
 PROGRAMS = 132
@@ -51,6 +60,68 @@ def test_every_tile_of_the_backward_pass_is_scheduled_once(seqlen_q, seqlen_k, l
     assert sorted(tiles) == [(head, n_block) for head in range(batch * heads[1]) for n_block in range(blocks)]
     assert len(lists) <= PROGRAMS
     assert all(lists)
+
+
+@given(lengths, lengths, windows, windows, st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 1)]))
+def test_every_tile_has_its_place_in_the_order(seqlen_q, seqlen_k, left, right, batch, heads):
+    case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch, left=left, right=right)
+    lists, turns, ranks = order(case, 128, 64, PROGRAMS)
+    assert len(lists) <= PROGRAMS
+    assert all(lists)
+    n_blocks = len(turns)
+    tiles = [tile for program in lists for tile in program]
+    assert sorted(tiles) == [(head, n_block) for head in range(batch * heads[1]) for n_block in range(n_blocks)]
+    row_blocks = -(-seqlen_q // 64)
+    ranks_of = {}  # (query head of a group, block of queries): the ranks of its tiles
+    for n_block in range(n_blocks):
+        for step, at in enumerate(steps(case, n_block, turns[n_block])):
+            ranks_of.setdefault(at, []).append(int(ranks[n_block, step]))
+    assert len(ranks_of) <= case.group * row_blocks
+    assert all(sorted(found) == list(range(len(found))) for found in ranks_of.values())
+    assert finished(case, 128, 64) > 0  # none waits for ever
+
+
+def steps(case, n_block, turn):
+    """(query head of a group, block of queries) of each step of a tile."""
+    first, end, *_ = query_blocks(case, n_block, 128, 64)
+    return [(head, int(block)) for head in range(case.group) for block in visits(first, end, turn)]
+
+
+def finished(case, keys, tile_m, add_time=0.5):
+    """When the last program is done if a step and the end of a tile take 1 each, and an add that long: dQ of a step may
+    wait to be added while the next is computed."""
+    lists, turns, ranks = order(case, keys, tile_m, PROGRAMS)
+    added = {}  # (key head, query head and block, rank): when
+
+    def program(tiles):
+        computed = adding = done = 0.0
+        for head, n_block in tiles:
+            for step, at in enumerate(steps(case, n_block, turns[n_block])):
+                rank = int(ranks[n_block, step])
+                while rank and (head, at, rank - 1) not in added:
+                    yield
+                computed = max(computed + 1, adding)
+                adding = max(computed, done, added.get((head, at, rank - 1), 0.0))
+                added[head, at, rank] = done = adding + add_time
+            computed += BACKWARD_TILE_COST
+        ends.append(computed)
+
+    ends = []
+    running = [program(tiles) for tiles in lists]
+    while running:
+        known = len(added)
+        running = [x for x in running if next(x, done := object()) is not done]
+        assert len(added) > known or not running
+    return max(ends)
+
+
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096])
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+def test_the_order_takes_hardly_longer(seqlen, right):
+    case = spec((seqlen, seqlen), (16, 16), (128, 128), BF16, batch=16384 // seqlen, right=right)
+    cost = tile_costs(case, 128, 64)
+    without = max(sum(cost[n_block] for _, n_block in tiles) for tiles in backward_schedule(case, 128, 64, PROGRAMS))
+    assert finished(case, 128, 64) <= 1.05 * without
 
 
 @given(lengths, lengths, windows, windows, st.sampled_from([64, 128]))
@@ -160,6 +231,10 @@ def test_what_of_the_backward_pass_goes_elsewhere():
     case = spec(dims=(128, 256), dtype=BF16)
     assert leaves_backward(case) is None
     assert "order" in leaves_backward(replace(case, deterministic=True))
+    assert leaves_backward(replace(case, head_dim_v=128, deterministic=True)) is None
+    assert "table" in leaves_backward(
+        replace(case, seqlen_q=1 << 20, seqlen_k=1 << 20, head_dim_v=64, deterministic=True)
+    )
     assert "float32" in leaves_backward(replace(case, softmax_scale=1e-38))
 
 
@@ -239,6 +314,27 @@ def test_a_thousand_repeats_give_the_same_bits(dim, busy):
             with torch.cuda.stream(other):
                 matrix @ matrix
         assert all(torch.equal(x, y) for x, y in zip(choice.forward(case, q, k, v), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside another stream"])
+def test_a_thousand_deterministic_repeats_give_the_same_bits(dim, right, busy):
+    case = replace(spec((2000, 2000), (16, 4), (dim, dim), BF16, right=right), deterministic=True)
+    q, k, v, dout, dlse = make_inputs(case, "cuda")
+    assert leaves_backward(case) is None
+    choice = dispatch.choose(case, q.device, "hopper")
+    out, lse = choice.forward(case, q, k, v)
+    first = choice.backward(case, dout, dlse, q, k, v, out, lse)
+    other, matrix = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    for i in range(1000):
+        if busy and i % 10 == 0:
+            with torch.cuda.stream(other):
+                matrix @ matrix
+        again = choice.backward(case, dout, dlse, q, k, v, out, lse)
+        assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
 
 
 @pytest.mark.gpu

@@ -51,6 +51,7 @@ class Driver:
         if self.context is None:
             return 201
         config = config._obj
+        self.attributes = [(x.name, x.value[0]) for x in config.attributes[: config.n_attributes]]
         parameters = [ctypes.string_at(*x) for x in zip(addresses, self.function_sizes, strict=True)]
         self.launches.append((list(config.grid), list(config.block), config.shared_bytes, config.stream, parameters))
         self.attributes.append([ctypes.string_at(x, ATTRIBUTE) for x in [config.attributes] * config.n_attributes])
@@ -142,6 +143,15 @@ def test_a_launch_may_depend_on_the_one_before_by_its_program(monkeypatch, compi
     assert not any(others)
     assert again == [attribute]
     assert compiled.calls == []
+
+
+@pytest.mark.parametrize("cooperative", [False, True])
+def test_the_driver_is_told_whether_programs_wait_for_one_another(monkeypatch, compiled, arguments, cooperative):
+    compiled.metadata.launch_cooperative_grid = cooperative
+    driver = Driver(SIZES)
+    run = launch_of(monkeypatch, driver, compiled, arguments)
+    run(arguments[0].base, None, arguments[2])
+    assert driver.attributes == ([(2, 1)] if cooperative else [])
 
 
 @pytest.mark.parametrize(

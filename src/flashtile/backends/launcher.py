@@ -38,7 +38,7 @@ _NUMBERS = {
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of a CUtensorMap
 _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CUlaunchAttributeID
 _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
 
 
@@ -157,9 +157,9 @@ def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, 
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Whether a launch is no more than a grid, parameters and perhaps a programmatic dependence."""
-    special = ("num_ctas", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
-    return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0, 0]
+    """Whether a launch is no more than a grid, parameters, and perhaps cooperative or dependent on the one before."""
+    special = ("num_ctas", "global_scratch_size", "profile_scratch_size")
+    return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0]
 
 
 def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> Launch:
@@ -183,9 +183,13 @@ def _of(descriptor: Any, tensor: Tensor | None) -> Any:
 def _through_driver(driver: ctypes.CDLL, compiled: Any, device_index: int, grid: int, parameters: Parameters) -> Launch:
     threads = compiled.metadata.num_warps * compiled.metadata.warp_size
     config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared)
-    if compiled.metadata.launch_pdl:
-        config.attributes = ctypes.pointer(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
-        config.n_attributes = 1
+    wanted = {
+        _COOPERATIVE: compiled.metadata.launch_cooperative_grid,
+        _PROGRAMMATIC_STREAM_SERIALIZATION: compiled.metadata.launch_pdl,
+    }
+    attributes = [_Attribute(name, 0, (1,)) for name, is_wanted in wanted.items() if is_wanted]
+    config.attributes = (_Attribute * len(attributes))(*attributes)
+    config.n_attributes = len(attributes)
     call = (ctypes.byref(config), ctypes.c_void_p(compiled.function), parameters.addresses, None)
     launch_kernel, replace_address = driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress
     pointers, maps, lock = parameters.pointers, parameters.maps, threading.Lock()

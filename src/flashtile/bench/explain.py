@@ -25,12 +25,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of `flashtile explain`; `plan`, `tiles` and `tile_bytes` are None where the backend offers no plan."""
+    """The answer of `flashtile explain`; `plan`, `tiles` and `tile_bytes` are None where the backend offers no plan,
+    `leaves_backward` where the backward pass is its own."""
 
     spec: AttentionSpec
     device: torch.device
     declined: dict[str, str | None]
     backend: str
+    leaves_backward: str | None
     plan: Plan | None
     pairs: int
     tiles: Tiles | None
@@ -44,6 +46,7 @@ def explain(spec: AttentionSpec, device: torch.device) -> Explanation:
     """Which backend would take `spec` on `device`, how, and at what cost; `device` need not be here."""
     declined = dispatch.declined(spec, device)
     backend = next(name for name, reason in declined.items() if reason is None)
+    leaves_backward = getattr(dispatch.BACKENDS[backend], "leaves_backward", None)
     offer = getattr(dispatch.BACKENDS[backend], "plan", None)
     plan = None if offer is None else offer(spec, device)
     tiles = None if plan is None else count_tiles(spec, plan.tile_m, plan.tile_n)
@@ -59,6 +62,7 @@ def explain(spec: AttentionSpec, device: torch.device) -> Explanation:
         device,
         declined,
         backend,
+        None if leaves_backward is None else leaves_backward(spec),
         plan,
         pairs,
         tiles,
@@ -85,6 +89,8 @@ def lines(answer: Explanation) -> list[tuple[str, str]]:
         ),
         ("tiles", "–" if plan is None or tiles is None else _tiles(plan, tiles)),
     ]
+    if answer.leaves_backward is not None:
+        told.insert(len(answer.declined) + 1, ("backward", f"goes elsewhere: {answer.leaves_backward}"))
     for name, cost in (("forward", answer.forward), ("backward", answer.backward)):
         saved = cost.standard_bytes / cost.least_bytes if cost.least_bytes else 1.0
         told += [

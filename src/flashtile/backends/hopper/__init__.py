@@ -14,7 +14,8 @@ from torch import Tensor
 from ...arch import arch_of
 from ...plan import Plan
 from ...spec import AttentionSpec
-from .config import choose, heads_per_tile
+from . import order
+from .config import choose, choose_backward, heads_per_tile
 
 
 def _triton_is_new_enough() -> bool:
@@ -71,8 +72,8 @@ def passes_on(spec: AttentionSpec) -> str | None:
 
 def leaves_backward(spec: AttentionSpec) -> str | None:
     """Why the backward pass of a spec that it supports goes to another backend."""
-    if spec.deterministic:
-        return "its dQ is summed in no fixed order"
+    if spec.deterministic and (reason := order.refuses(spec, choose_backward(spec))) is not None:
+        return reason
     if spec.score_factors[0] < LEAST_FACTOR:
         return f"it takes lse / {spec.score_factors[0]}, which float32 may not hold"
     return None
@@ -88,7 +89,8 @@ def backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, laid out as q, k and v, of tensors without a `refusal`; dK and dV are the same bits in every run."""
+    """dq, dk, dv, laid out as q, k and v, of tensors without a `refusal`; dK and dV are the same bits in every run, and
+    dQ of a deterministic spec."""
     if dout is None:
         dout = torch.zeros_like(out)
     elif refusal(dout) is not None:

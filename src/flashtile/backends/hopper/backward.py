@@ -2,8 +2,8 @@
 
 A persistent program per multiprocessor walks the tiles of its schedule; a tile is a block of keys and one key head. One
 warp loads by TMA, two warpgroups compute: each has half of the block's keys as the rows of S^T and dP^T, so that P^T
-and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which all tiles of
-a head add up in float32 in global memory.
+and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which a warp for
+each warpgroup adds to the float32 sums of all tiles of a head in global memory.
 
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head.
 A warpgroup's S^T, P^T, dP^T, dS^T: (KEYS, TILE_M) · dK, dV: (KEYS, D) · its part of dQ: (PART_M, PART_D).
@@ -39,7 +39,7 @@ FULL_END = gl.constexpr(6)
 KEYS_HERE = gl.constexpr(7)  # keys from its first to the end of K
 RIGHT_EDGE = gl.constexpr(8)  # the first and the last query that see its first key
 LEFT_EDGE = gl.constexpr(9)
-TURN = gl.constexpr(10)  # blocks past the first at which the tile begins
+TURN = gl.constexpr(10)  # blocks past the first at which the tile begins; or -(first + end): it goes backwards
 FIELDS = gl.constexpr(16)
 
 
@@ -89,8 +89,8 @@ class Problem:
 
 @gluon.jit
 def turned(i, first, end, turn):
-    """Blocks first ... end from `turn` past the first on, then those before it."""
-    block = i + turn
+    """Blocks first ... end from `turn` past the first on, then those before it; or backwards, as ~(i + turn)."""
+    block = (i + turn) ^ (turn >> 31)
     return gl.where(block < end, block, block - (end - first))
 
 
@@ -125,6 +125,12 @@ def begin_among_kernels():
 def first_step(ring):
     """The position at which both the rings of queries and that of dS, two deep, start."""
     return 2 * ring.first()
+
+
+@gluon.jit
+def dq_position(position, warpgroup: gl.constexpr):
+    """Where a warpgroup's part of dQ of a step is in their ring, in which each has a slot."""
+    return WARPGROUPS * position + warpgroup
 
 
 @gluon.jit
@@ -190,16 +196,83 @@ def by_thread(dq):
 
 
 @gluon.jit
-def add_dq(dq, sums_desc, buffer, row):
-    """Adds a part of dQ to the sums: four numbers of each thread, then the next four; `finish_kernel` puts it right.
+def hand_over_dq(dq, ring, position):
+    """A part of dQ for `add_loop`: four numbers of each thread, then the next four; `finish_kernel` puts it right.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """
     x = by_thread(dq)
-    tma.store_wait(0)
+    tma.store_wait(0)  # dK may be on its way out of the same buffer
+    full = ring.await_empty(position)
+    buffer = ring.buffer(position, 0)
     buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
     fence_async_shared()
-    add_async(sums_desc, [row, 0], buffer)
+    mbarrier.arrive(full)
+
+
+@gluon.jit
+def await_added(added_ptr, tiles):
+    """Waits until so many tiles have added to a block of dQ; then this one may, by a copy."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred missing;
+        again: ld.acquire.gpu.global.b32 $0, [$1];
+        setp.ne.b32 missing, $0, $2;
+        @missing bra again;
+        fence.proxy.async.global;
+        }""",
+        "=&r,l,r", [added_ptr, tiles], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def count_added(added_ptr):
+    """Waits until what this warp added to a block of dQ is there, not only read, and says so."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
+        elect.sync _|one, 0xffffffff;
+        @one red.release.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr):
+    """The warp that adds a warpgroup's part of dQ of every step to the sums, with ranks in their order: line 15.
+
+    Each warpgroup has its own: one for both would wait for two copies in a step.
+    """
+    SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
+    for _ in range(n_tiles):
+        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
+        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+        if ranks_ptr is not None:
+            n_block = gl.load(entry + KEY) // (WARPGROUPS * KEYS)
+            of_step = ranks_ptr + n_block * p.group * p.row_blocks
+            rank = gl.load(of_step)
+        for i in range(p.group):
+            for j in range(first, end):
+                at = ((head + i) * p.row_blocks + turned(j, first, end, turn)) * WARPGROUPS + warpgroup
+                dq_at = dq_position(position, warpgroup)
+                dq_ring.await_full(dq_at)
+                if ranks_ptr is not None:
+                    await_added(added_ptr + at, rank.to(gl.int32))
+                add_async(sums_desc, [at * SUMS_ROWS, 0], dq_ring.buffer(dq_at, 0))
+                tma.store_wait(0)  # until the buffer is read
+                dq_ring.release(dq_at)
+                if ranks_ptr is not None:
+                    of_step += 1
+                    rank = gl.load(of_step)  # of the next step, before it is needed
+                    count_added(added_ptr + at)
+                position += 1
+        entry += FIELDS
 
 
 @gluon.jit
@@ -265,8 +338,8 @@ def probabilities_and_ds(
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers,
-    shifts, deltas, DV_FIRST: gl.constexpr,
+    warpgroup: gl.constexpr, p, dk_desc, dv_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas,
+    DV_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
@@ -285,21 +358,17 @@ def compute_loop(
     position = first_step(q_ring)
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
-    SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    sums_buffer = out_buffers.index(warpgroup)
-    keys_buffer = seen_as(sums_buffer, dk_desc)
-    sums_row = 0  # of the step before
+    keys_buffer = seen_as(dq_ring.buffers.index(warpgroup), dk_desc)
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
-        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         v_ring.await_full(tile)
         has = False
-        for i in range(p.group):
+        for _head in range(p.group):
             for j in range(first, end):
                 block = turned(j, first, end, turn)
                 to_mask = block < full_first
@@ -331,18 +400,18 @@ def compute_loop(
                 dq = warpgroup_mma_wait(1 if DV_FIRST else 2, deps=(dq,))
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
-                    add_dq(dq, sums_desc, sums_buffer, sums_row)
+                    hand_over_dq(dq, dq_ring, dq_position(position - 1, warpgroup))
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
                 q_ring.release(position)
                 dout_ring.release(position)
                 tile_before = tile
-                sums_row = (((head + i) * p.row_blocks + block) * WARPGROUPS + warpgroup) * SUMS_ROWS
                 has = True
                 position += 1
         v_ring.release(tile)
-        # line 18
+        # line 18, when dQ is out of the buffer
+        dq_ring.await_empty(dq_position(position - 1, warpgroup))
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
         store_keys(dv_desc, keys_buffer, dv, batch, key, head_k)
@@ -352,19 +421,21 @@ def compute_loop(
     ds_ring.await_full(position - 1)
     dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    add_dq(dq, sums_desc, sums_buffer, sums_row)
-    tma.store_wait(0)
+    hand_over_dq(dq, dq_ring, dq_position(position - 1, warpgroup))
 
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
 def backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, schedule_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, added_ptr, ranks_ptr, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: two warpgroups in `compute_loop`, one warp in `load_loop`."""
+    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`.
+
+    added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py. Or None: tiles add in any order.
+    """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, 1, WARPGROUPS)
@@ -376,16 +447,16 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
-    out_buffers = gl.allocate_shared_memory(
-        gl.float32, [WARPGROUPS, sums_desc.block_shape[0], sums_desc.block_shape[1]], sums_desc.layout
-    )
+    dq_ring = make_ring(sums_desc, WARPGROUPS, 1, 1)
     begin_among_kernels()
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas, DV_FIRST)),
-        (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, out_buffers, shifts, deltas, DV_FIRST)),
+        (compute_loop, (0, p, dk_desc, dv_desc,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+        (compute_loop, (1, p, dk_desc, dv_desc,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-    ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        (add_loop, (0, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
+        (add_loop, (1, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
+    ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -23,7 +23,8 @@ from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
 from .launch import LOG2E, OPTIONS, Box, describe
-from .schedule import backward_schedule, tile_fields
+from .order import Order, order
+from .schedule import Tile, backward_schedule, tile_fields, turn_of
 
 
 def kernel_of(tiles: config.BackwardTiles) -> Any:
@@ -57,11 +58,17 @@ def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
     return queries, queries, keys, keys, keys, keys
 
 
-def table(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Tensor:
+def ordered(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
+    """The tiles of every program, and the order in which they add to dQ if it must not change."""
+    if spec.deterministic:
+        return order(spec, tiles.keys, tiles.tile_m, programs)
+    turns = [turn_of(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(-(-spec.seqlen_k // tiles.keys))]
+    return Order(backward_schedule(spec, tiles.keys, tiles.tile_m, programs), turns, None)
+
+
+def table(spec: AttentionSpec, tiles: config.BackwardTiles, lists: list[list[Tile]], turns: list[int]) -> Tensor:
     """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles."""
-    lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
-    n_blocks = -(-spec.seqlen_k // tiles.keys)
-    fields = [tile_fields(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(n_blocks)]
+    fields = [tile_fields(spec, n_block, tiles.keys, tiles.tile_m, turn) for n_block, turn in enumerate(turns)]
     width = FIELDS.value
     padding = [0] * (width - 2 - len(fields[0]))
     of_block = [field + padding for field in fields]
@@ -92,21 +99,23 @@ def describe_sums(sums: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor
 
 
 class BackwardKernel(Launcher):
-    """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows and adds to sums."""
+    """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows, adds to sums and,
+    where these have an order, counts in added."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
-        *matrices, rows, sums = tensors
+        matrices, (rows, sums, *added) = tensors[:6], tensors[6:]
         tiles = config.choose_backward(spec)
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], plain_layout(1))
         programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
-        tiles_of = table(spec, tiles, programs).to(rows.device)
-        described = (
-            *map(describe, matrices, boxes(tiles)),
-            of_rows,
-            sums if tiles.wide else describe_sums(sums, tiles),
-        )
+        lists, turns, ranks = ordered(spec, tiles, programs)
+        tiles_of = table(spec, tiles, lists, turns).to(rows.device)
+        counted = (None, None) if ranks is None else (*added, ranks.to(rows.device))
+        of_sums = (sums,) if tiles.wide else (describe_sums(sums, tiles), *counted)
+        described = (*map(describe, matrices, boxes(tiles)), of_rows, *of_sums)
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), DEPENDENT)
+        # tiles in order wait for one another, so that they run all at once or not at all
+        options = OPTIONS | {"launch_cooperative_grid": True} if added else DEPENDENT
+        return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
 class RowsKernel(Launcher):
@@ -128,13 +137,13 @@ class RowsKernel(Launcher):
 
 def begin_arguments(
     spec: AttentionSpec, tiles: config.BackwardTiles, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
-    rows: Tensor, sums: Tensor,
+    rows: Tensor, sums: Tensor, *added: Tensor,
 ) -> tuple:  # fmt: skip
     """The arguments of `begin_kernel` after the tensors."""
     return (
-        *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()), spec.heads_q, spec.seqlen_q,
-        row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.score_factors[0], spec.head_dim_v, tiles.tile_m,
-        tiles.head_dim,
+        *(() if added else (None,)), *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
+        spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.score_factors[0],
+        spec.head_dim_v, tiles.tile_m, tiles.head_dim,
     )  # fmt: skip
 
 
@@ -159,26 +168,29 @@ class BackwardPass(Launcher):
         tiles = config.choose_backward(spec)
         device, n_rows = tensors[-1].device, spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
 
-        def scratch() -> tuple[Tensor, Tensor]:
-            """rows and sums."""
-            sizes = 2 * n_rows, n_rows * tiles.head_dim
-            rows, sums = (torch.empty_strided((n,), (1,), dtype=torch.float32, device=device) for n in sizes)
-            return rows, sums
+        float32, int32 = torch.float32, torch.int32
+        sizes = [(2 * n_rows, float32), (n_rows * tiles.head_dim, float32)]
+        if spec.deterministic:
+            sizes.append((2 * n_rows // tiles.tile_m, int32))
+
+        def scratch() -> tuple[Tensor, ...]:
+            """rows, sums and, where these have an order, added."""
+            return tuple(torch.empty_strided((n,), (1,), dtype=dtype, device=device) for n, dtype in sizes)
 
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
-        rows, sums = scratch()
-        begin = BEGIN.prepare(spec, (out, dout, lse, dlse, rows, sums))
-        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, rows, sums))
-        finish = FINISH.prepare(spec, (dq, sums))
+        held = scratch()
+        begin = BEGIN.prepare(spec, (out, dout, lse, dlse, *held))
+        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, *held))
+        finish = FINISH.prepare(spec, (dq, held[1]))
 
         def run(
             dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
-            rows, sums = scratch()
-            begin(out, dout, lse, dlse, rows, sums)
-            main(q, dout, k, v, dk, dv, rows, sums)
-            finish(dq, sums)
+            held = scratch()
+            begin(out, dout, lse, dlse, *held)
+            main(q, dout, k, v, dk, dv, *held)
+            finish(dq, held[1])
 
         return run
 

@@ -1,7 +1,8 @@
 """What the backward pass does for each row of queries before and after its main kernel, in plain Triton.
 
 Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
-shifts and the deltas · sums: (B, Hq, row_blocks, TILE_M * DIM) float32, dQ in the order of `add_dq` in backward.py.
+shifts and the deltas · sums: (B, Hq, row_blocks, TILE_M * DIM) float32, dQ as `hand_over_dq` in backward.py orders it ·
+added: (B, Hq, row_blocks, 2) int32, how many tiles have added to each half, or None.
 """
 
 import triton
@@ -17,7 +18,7 @@ def place(row_blocks, heads_q):
 
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks", "heads"])
 def begin_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, sums_ptr, stride_ob, stride_os, stride_oh,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, sums_ptr, added_ptr, stride_ob, stride_os, stride_oh,
     stride_lb, stride_lh, stride_ls, heads_q, seqlen_q, row_blocks, heads, natural,
     DV: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -43,6 +44,8 @@ def begin_kernel(
     tl.store(rows_ptr + heads.to(tl.int64) * row_blocks * TILE_M + of_rows, delta)
     sums_ptr += tl.program_id(0).to(tl.int64) * (TILE_M * DIM)
     tl.store(sums_ptr + tl.arange(0, TILE_M * DIM), tl.zeros([TILE_M * DIM], tl.float32))
+    if added_ptr is not None:
+        tl.store(added_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
@@ -50,7 +53,7 @@ def finish_kernel(
     dq_ptr, sums_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
     D: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """dQ in the dtype and layout of q, from its sums in the order in which `add_dq` leaves them."""
+    """dQ in the dtype and layout of q, from its sums in the order in which `hand_over_dq` leaves them."""
     _, head, batch, block = place(row_blocks, heads_q)
     tl.extra.cuda.gdc_wait()
     x = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (TILE_M * DIM) + tl.arange(0, TILE_M * DIM))

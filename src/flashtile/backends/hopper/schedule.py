@@ -105,14 +105,19 @@ def mirrored(spec: AttentionSpec) -> AttentionSpec:
     )  # fmt: skip
 
 
+def tile_costs(spec: AttentionSpec, keys: int, tile_m: int) -> list[float]:
+    """What each tile of a head costs in the backward pass, in query blocks."""
+    n_blocks = range(-(-spec.seqlen_k // keys))
+    return [key_blocks(mirrored(spec), n_block, keys, tile_m) * spec.group + BACKWARD_TILE_COST for n_block in n_blocks]
+
+
 def backward_schedule(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> list[list[Tile]]:
     """The backward pass: tiles of `keys` keys, each with all queries of its group that see one of them."""
-    n_blocks = range(-(-spec.seqlen_k // keys))
-    cost = [key_blocks(mirrored(spec), n_block, keys, tile_m) * spec.group + BACKWARD_TILE_COST for n_block in n_blocks]
+    cost = tile_costs(spec, keys, tile_m)
     row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     head_bytes = spec.seqlen_k * row_bytes + spec.group * spec.seqlen_q * (row_bytes + 4 * spec.head_dim)
     heads, alike = spec.batch * spec.heads_k, min(cost) == max(cost)
-    count = heads if alike else sections(heads, head_bytes, len(n_blocks), programs)
+    count = heads if alike else sections(heads, head_bytes, len(cost), programs)
     return spread(cost, heads, 1, count, programs)
 
 
@@ -131,13 +136,20 @@ def query_blocks(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> t
     return first, end, full_first, full_end
 
 
-def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> list[int]:
+def turn_of(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, backwards: bool = False) -> int:
+    """Where a tile begins: so many blocks past its first; with a mask the tiles of a head begin apart by themselves.
+
+    A tile that may go backwards does so with a mask, from its last block to its first: it meets others there but once.
+    """
+    first, end, *_ = query_blocks(spec, n_block, keys, tile_m)
+    if spec.window_left >= 0 or spec.window_right >= 0:
+        return -(first + end) if backwards else 0
+    return n_block * (end - first) * keys // spec.seqlen_k % (end - first)
+
+
+def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, turn: int) -> list[int]:
     """What `backward_kernel` reads of a tile after its batch and head, in its order."""
     key = n_block * keys
     left, right = max(spec.window_left, 0), max(spec.window_right, 0)
     edges = (spec.seqlen_k - key, key - spec.offset - right, key - spec.offset + left)
-    blocks = query_blocks(spec, n_block, keys, tile_m)
-    count = blocks[1] - blocks[0]
-    # with a mask the tiles of a head begin apart by themselves
-    turn = 0 if spec.window_left >= 0 or spec.window_right >= 0 else n_block * count * keys // spec.seqlen_k % count
-    return [key, *blocks, *edges, turn]
+    return [key, *query_blocks(spec, n_block, keys, tile_m), *edges, turn]

@@ -1,0 +1,88 @@
+"""The order in which tiles add to dQ where it must not change from run to run (`deterministic=True`).
+
+Programs make teams. A team takes whole key heads, one after the other, and shares out the tiles of each head in the
+same way, so that one order serves all heads. Tiles add to a block of dQ in the order in which they would come to it if
+the programs of a team went in step: then hardly any of them waits. As a program adds in that order too, the first add
+that is missing waits for no other: one program can always go on, if all run at the same time; the launch asks for that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...spec import AttentionSpec
+from .config import BackwardTiles
+from .schedule import BACKWARD_TILE_COST, Tile, assign, query_blocks, tile_costs, turn_of
+
+MAX_RANKS = 1 << 24  # in a table of 32 MB, which the host makes in some seconds
+
+
+class Order(NamedTuple):
+    lists: list[list[Tile]]  # the tiles of every program
+    turns: list[int]  # of the tiles of a head
+    ranks: Tensor | None  # (tiles of a head, group * row_blocks) int16: how many add before, step by step of each tile
+
+
+def team(spec: AttentionSpec, cost: list[float], programs: int) -> tuple[int, list[list[int]]]:
+    """(how many teams, the key blocks of each program of a team): what is done first."""
+    heads = spec.batch * spec.heads_k
+
+    def of(teams: int) -> tuple[int, list[list[int]]]:
+        return teams, [[block for _, block in tiles] for tiles in assign(cost, [range(1)], programs // teams)]
+
+    def makespan(found: tuple[int, list[list[int]]]) -> float:
+        teams, blocks_of = found
+        return -(-heads // teams) * max(sum(cost[block] for block in blocks) for blocks in blocks_of)
+
+    return min(map(of, range(1, min(heads, programs) + 1)), key=makespan)
+
+
+def visits(first: int, end: int, turn: int) -> Tensor:
+    """Blocks first ... end in the order of `turned` in backward.py."""
+    if turn < 0:
+        return torch.arange(first, end).flip(0)
+    return torch.arange(first, end).roll(-turn)
+
+
+def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
+    """Schedule and ranks of the backward pass."""
+    cost = tile_costs(spec, keys, tile_m)
+    teams, blocks_of = team(spec, cost, programs)
+    heads = spec.batch * spec.heads_k
+    lists = [
+        [(head, block) for head in range(start, heads, teams) for block in blocks]
+        for start in range(teams)
+        for blocks in blocks_of
+    ]
+    turns, steps_of = [0] * len(cost), [torch.empty(0)] * len(cost)
+    row_blocks = -(-spec.seqlen_q // tile_m)
+    when = torch.full((len(cost), spec.group * row_blocks), torch.inf, dtype=torch.float64)
+    for program, blocks in enumerate(blocks_of):
+        steps = program / len(blocks_of)  # at the same step one program after the other
+        for place, block in enumerate(blocks):
+            first, end, *_ = query_blocks(spec, block, keys, tile_m)
+            turns[block] = turn_of(spec, block, keys, tile_m, backwards=place % 2 == 1)
+            of_head = visits(first, end, turns[block])
+            steps_of[block] = torch.cat([of_head + head * row_blocks for head in range(spec.group)])
+            when[block, steps_of[block]] = steps + torch.arange(len(steps_of[block])).double()
+            steps += len(steps_of[block]) + BACKWARD_TILE_COST
+    by_time = when.argsort(dim=0, stable=True)
+    places = torch.arange(len(cost), dtype=torch.int16)[:, None].expand_as(by_time)
+    by_block = torch.empty_like(by_time, dtype=torch.int16).scatter_(0, by_time, places)
+    ranks = torch.zeros(len(cost) + 1, when.shape[1], dtype=torch.int16)  # the step after the last is looked up too
+    for block, visited in enumerate(steps_of):
+        ranks[block, : len(visited)] = by_block[block, visited]
+    return Order(lists, turns, ranks)
+
+
+def refuses(spec: AttentionSpec, tiles: BackwardTiles) -> str | None:
+    """Why there is none."""
+    if tiles.wide:
+        return "above 128 dims its dQ is summed in no fixed order"
+    n_ranks = -(-spec.seqlen_k // tiles.keys) * spec.group * -(-spec.seqlen_q // tiles.tile_m)
+    if n_ranks > MAX_RANKS:
+        return f"the order of dQ would take a table of {n_ranks} numbers: it makes at most {MAX_RANKS}"
+    return None
