@@ -51,10 +51,10 @@ class Driver:
         if self.context is None:
             return 201
         config = config._obj
-        self.attributes = [(x.name, x.value[0]) for x in config.attributes[: config.n_attributes]]
         parameters = [ctypes.string_at(*x) for x in zip(addresses, self.function_sizes, strict=True)]
         self.launches.append((list(config.grid), list(config.block), config.shared_bytes, config.stream, parameters))
-        self.attributes.append([ctypes.string_at(x, ATTRIBUTE) for x in [config.attributes] * config.n_attributes])
+        memory = ctypes.string_at(config.attributes, ATTRIBUTE * config.n_attributes)
+        self.attributes.append([memory[i : i + ATTRIBUTE] for i in range(0, len(memory), ATTRIBUTE)])
         return self.status
 
     def cuDeviceGet(self, device, index):
@@ -131,27 +131,21 @@ def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, argu
     assert driver.attributes == [[]] * 4
 
 
-def test_a_launch_may_depend_on_the_one_before_by_its_program(monkeypatch, compiled, arguments):
-    compiled.metadata.launch_pdl = True
+@pytest.mark.parametrize(("option", "number"), [("launch_cooperative_grid", 2), ("launch_pdl", 6)])
+def test_a_launch_may_wait_for_all_of_its_programs_or_for_those_of_the_one_before(
+    monkeypatch, compiled, arguments, option, number
+):
+    setattr(compiled.metadata, option, True)
     driver = Driver(SIZES)
     run = launch_of(monkeypatch, driver, compiled, arguments)
     for _ in range(2):
         run(arguments[0].base, None, arguments[2])
     ((attribute,), again) = driver.attributes
     kind, padding, allowed, *others = (ctypes.c_int * (ATTRIBUTE // 4)).from_buffer_copy(attribute)
-    assert (kind, padding, allowed) == (6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert (kind, padding, allowed) == (number, 0, 1)  # a CUlaunchAttributeID
     assert not any(others)
     assert again == [attribute]
     assert compiled.calls == []
-
-
-@pytest.mark.parametrize("cooperative", [False, True])
-def test_the_driver_is_told_whether_programs_wait_for_one_another(monkeypatch, compiled, arguments, cooperative):
-    compiled.metadata.launch_cooperative_grid = cooperative
-    driver = Driver(SIZES)
-    run = launch_of(monkeypatch, driver, compiled, arguments)
-    run(arguments[0].base, None, arguments[2])
-    assert driver.attributes == ([(2, 1)] if cooperative else [])
 
 
 @pytest.mark.parametrize(
