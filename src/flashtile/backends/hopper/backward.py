@@ -129,7 +129,7 @@ def first_step(ring):
 
 @gluon.jit
 def dq_position(position, warpgroup: gl.constexpr):
-    """Where a warpgroup's part of dQ of a step is in their ring, in which each has a slot."""
+    """Where a warpgroup's part of dQ of a step is in their ring, in which they take turns."""
     return WARPGROUPS * position + warpgroup
 
 
@@ -260,10 +260,10 @@ def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, 
         for i in range(p.group):
             for j in range(first, end):
                 at = ((head + i) * p.row_blocks + turned(j, first, end, turn)) * WARPGROUPS + warpgroup
+                if ranks_ptr is not None:  # while dQ is computed: to look takes as long as half a step
+                    await_added(added_ptr + at, rank.to(gl.int32))
                 dq_at = dq_position(position, warpgroup)
                 dq_ring.await_full(dq_at)
-                if ranks_ptr is not None:
-                    await_added(added_ptr + at, rank.to(gl.int32))
                 add_async(sums_desc, [at * SUMS_ROWS, 0], dq_ring.buffer(dq_at, 0))
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(dq_at)
@@ -358,7 +358,6 @@ def compute_loop(
     position = first_step(q_ring)
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
-    keys_buffer = seen_as(dq_ring.buffers.index(warpgroup), dk_desc)
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
@@ -410,8 +409,10 @@ def compute_loop(
                 has = True
                 position += 1
         v_ring.release(tile)
-        # line 18, when dQ is out of the buffer
-        dq_ring.await_empty(dq_position(position - 1, warpgroup))
+        # line 18, by way of the buffer of the next dQ
+        dq_at = dq_position(position - 1, warpgroup)
+        dq_ring.await_empty(dq_at)
+        keys_buffer = seen_as(dq_ring.buffer(dq_at, 0), dk_desc)
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
         store_keys(dv_desc, keys_buffer, dv, batch, key, head_k)
@@ -430,7 +431,7 @@ def backward_kernel(
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DV_FIRST: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DQ_STAGES: gl.constexpr, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`.
 
@@ -447,7 +448,7 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
-    dq_ring = make_ring(sums_desc, WARPGROUPS, 1, 1)
+    dq_ring = make_ring(sums_desc, DQ_STAGES * WARPGROUPS, 1, 1)
     begin_among_kernels()
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([

@@ -45,22 +45,23 @@ def idle(spec: AttentionSpec, m_block: int, rows: int, warpgroups: int) -> float
 
 
 def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int) -> int:
-    """Into how many even sections the key heads of the whole batch come, for the cache's sake."""
+    """Into how many even sections the key heads of the whole batch come."""
     fitting = SECTION_BYTES // head_bytes
     enough = -(-SECTION_ROUNDS * programs // tiles_per_head)
     return min(heads, max(1, round(heads / max(1, min(fitting, enough)))))
 
 
-def spread(cost: list[float], heads: int, group: int, count: int, programs: int) -> list[list[Tile]]:
-    """The tiles of every program, `group` of each block of a key head: with the key heads in `count` sections, or in
-    fewer, if that leaves some program with too much to do."""
+def spread(cost: list[float], heads: int, group: int, head_bytes: int, programs: int, alike: bool) -> list[list[Tile]]:
+    """The tiles of every program, `group` of each block of a key head: one key head after the other if tiles are alike,
+    else in sections for the cache's sake, or in fewer, if that leaves some program with too much to do."""
+    count = heads if alike else sections(heads, head_bytes, len(cost) * group, programs)
     mean = sum(cost) * heads * group / programs
     found: list[tuple[float, list[list[Tile]]]] = []
     while count:
         parts = [range(heads * i // count * group, heads * (i + 1) // count * group) for i in range(count)]
         lists = assign(cost, parts, programs)
         found.append((max(sum(cost[block] for _, block in tiles) for tiles in lists), lists))
-        if found[-1][0] <= MOST_UNEVEN * mean:
+        if alike or found[-1][0] <= MOST_UNEVEN * mean:
             break
         count //= 2
     return min(found)[1]
@@ -89,11 +90,10 @@ def schedule(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, progr
     m_blocks = range(-(-spec.seqlen_q // rows))
     blocks = [key_blocks(spec, m_block, rows, tile_n) for m_block in m_blocks]
     head_bytes = spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    heads, alike = spec.batch * spec.heads_k, min(blocks) == max(blocks)
-    count = heads if alike else sections(heads, head_bytes, len(m_blocks) * spec.group, programs)
     sat_out = [SITTING_OUT * idle(spec, m_block, rows, warpgroups) for m_block in m_blocks]
     cost = [n * (1 - part) + TILE_COST for n, part in zip(blocks, sat_out, strict=True)]
-    return spread(cost, heads, spec.group, count, programs)
+    alike = min(blocks) == max(blocks)
+    return spread(cost, spec.batch * spec.heads_k, spec.group, head_bytes, programs, alike)
 
 
 @functools.lru_cache(maxsize=64)
@@ -116,9 +116,8 @@ def backward_schedule(spec: AttentionSpec, keys: int, tile_m: int, programs: int
     cost = tile_costs(spec, keys, tile_m)
     row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     head_bytes = spec.seqlen_k * row_bytes + spec.group * spec.seqlen_q * (row_bytes + 4 * spec.head_dim)
-    heads, alike = spec.batch * spec.heads_k, min(cost) == max(cost)
-    count = heads if alike else sections(heads, head_bytes, len(cost), programs)
-    return spread(cost, heads, 1, count, programs)
+    alike = min(cost) == max(cost)
+    return spread(cost, spec.batch * spec.heads_k, 1, head_bytes, programs, alike)
 
 
 def query_blocks(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> tuple[int, int, int, int]:
