@@ -218,7 +218,7 @@ def test_a_walk_over_tiles_carries_what_it_changes():
     loops = re.findall(r"scf\.for .*iter_args\((.*?)\) ->", compiled.asm["ttgir"])
     walks = [carried for carried in loops if "%dk" in carried and "%entry" in carried]
     assert len(walks) == hopper_config.BACKWARD_D64.keys // hopper_config.BACKWARD_D64.box_keys
-    assert all("%tile_before" in carried for carried in walks)
+    assert all("%tile_before" in carried and "%sums_row" in carried for carried in walks)
 
 
 def test_every_feature_at_once_compiles_for_hopper():

@@ -196,18 +196,23 @@ def by_thread(dq):
 
 
 @gluon.jit
-def hand_over_dq(dq, ring, position):
-    """A part of dQ for `add_loop`: four numbers of each thread, then the next four; `finish_kernel` puts it right.
+def send_dq(dq, sums_desc, ring, position, row, UNREAD: gl.constexpr, ORDERED: gl.constexpr):
+    """Adds a part of dQ to the sums, or leaves that to `add_loop`: four numbers of each thread, then the next four;
+    `finish_kernel` puts it right.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """
     x = by_thread(dq)
-    tma.store_wait(0)  # dK may be on its way out of the same buffer
-    full = ring.await_empty(position)
     buffer = ring.buffer(position, 0)
+    tma.store_wait(UNREAD)
+    if ORDERED:
+        full = ring.await_empty(position)
     buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
     fence_async_shared()
-    mbarrier.arrive(full)
+    if ORDERED:
+        mbarrier.arrive(full)
+    else:
+        add_async(sums_desc, [row, 0], buffer)
 
 
 @gluon.jit
@@ -243,7 +248,7 @@ def count_added(added_ptr):
 
 @gluon.jit
 def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr):
-    """The warp that adds a warpgroup's part of dQ of every step to the sums, with ranks in their order: line 15.
+    """The warp that adds a warpgroup's part of dQ of every step to the sums, in the order of the ranks: line 15.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
@@ -253,32 +258,28 @@ def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, 
     for _ in range(n_tiles):
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        if ranks_ptr is not None:
-            n_block = gl.load(entry + KEY) // (WARPGROUPS * KEYS)
-            of_step = ranks_ptr + n_block * p.group * p.row_blocks
-            rank = gl.load(of_step)
+        of_step = ranks_ptr + gl.load(entry + KEY) // (WARPGROUPS * KEYS) * p.group * p.row_blocks
+        rank = gl.load(of_step)
         for i in range(p.group):
             for j in range(first, end):
                 at = ((head + i) * p.row_blocks + turned(j, first, end, turn)) * WARPGROUPS + warpgroup
-                if ranks_ptr is not None:  # while dQ is computed: to look takes as long as half a step
-                    await_added(added_ptr + at, rank.to(gl.int32))
+                await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
                 dq_at = dq_position(position, warpgroup)
                 dq_ring.await_full(dq_at)
                 add_async(sums_desc, [at * SUMS_ROWS, 0], dq_ring.buffer(dq_at, 0))
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(dq_at)
-                if ranks_ptr is not None:
-                    of_step += 1
-                    rank = gl.load(of_step)  # of the next step, before it is needed
-                    count_added(added_ptr + at)
+                of_step += 1
+                rank = gl.load(of_step)  # of the next step, before it is needed
+                count_added(added_ptr + at)
                 position += 1
         entry += FIELDS
 
 
 @gluon.jit
-def store_keys(desc, buffer, x, batch, key, head):
-    """Line 18: a warpgroup's dK or dV, by way of a buffer."""
-    tma.store_wait(0)
+def store_keys(desc, buffer, x, batch, key, head, UNREAD: gl.constexpr):
+    """Line 18: a warpgroup's dK or dV, by way of a buffer, from which all copies but the last UNREAD have left."""
+    tma.store_wait(UNREAD)
     matrix(buffer).store(x.to(desc.dtype))
     fence_async_shared()
     store_async(desc, [batch, key, head, 0], buffer)
@@ -338,8 +339,8 @@ def probabilities_and_ds(
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, p, dk_desc, dv_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas,
-    DV_FIRST: gl.constexpr,
+    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring,
+    shifts, deltas, DV_FIRST: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
@@ -358,16 +359,20 @@ def compute_loop(
     position = first_step(q_ring)
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
+    SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
+    UNREAD: gl.constexpr = dq_ring.depth // WARPGROUPS - 1  # copies may be, each out of another buffer than the next
+    sums_row = 0  # of the step before
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
+        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         v_ring.await_full(tile)
         has = False
-        for _head in range(p.group):
+        for i in range(p.group):
             for j in range(first, end):
                 block = turned(j, first, end, turn)
                 to_mask = block < full_first
@@ -399,30 +404,34 @@ def compute_loop(
                 dq = warpgroup_mma_wait(1 if DV_FIRST else 2, deps=(dq,))
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
-                    hand_over_dq(dq, dq_ring, dq_position(position - 1, warpgroup))
+                    send_dq(dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row, UNREAD, ORDERED)
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
                 q_ring.release(position)
                 dout_ring.release(position)
                 tile_before = tile
+                sums_row = (((head + i) * p.row_blocks + block) * WARPGROUPS + warpgroup) * SUMS_ROWS
                 has = True
                 position += 1
         v_ring.release(tile)
-        # line 18, by way of the buffer of the next dQ
-        dq_at = dq_position(position - 1, warpgroup)
-        dq_ring.await_empty(dq_at)
-        keys_buffer = seen_as(dq_ring.buffer(dq_at, 0), dk_desc)
+        # line 18, by way of the buffers of the dQ that come next
+        dv_at, dk_at = dq_position(position - 1, warpgroup), dq_position(position - 1 + UNREAD, warpgroup)
+        if ORDERED:
+            dq_ring.await_empty(dv_at)
+            dq_ring.await_empty(dk_at)
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
-        store_keys(dv_desc, keys_buffer, dv, batch, key, head_k)
-        store_keys(dk_desc, keys_buffer, dk * p.softmax_scale, batch, key, head_k)
+        store_keys(dv_desc, seen_as(dq_ring.buffer(dv_at, 0), dv_desc), dv, batch, key, head_k, UNREAD)
+        dk *= p.softmax_scale
+        store_keys(dk_desc, seen_as(dq_ring.buffer(dk_at, 0), dk_desc), dk, batch, key, head_k, UNREAD)
         tile += 1
         entry += FIELDS
     ds_ring.await_full(position - 1)
     dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    hand_over_dq(dq, dq_ring, dq_position(position - 1, warpgroup))
+    send_dq(dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row, UNREAD, ORDERED)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
@@ -433,7 +442,7 @@ def backward_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DQ_STAGES: gl.constexpr, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`.
+    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`.
 
     added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py. Or None: tiles add in any order.
     """
@@ -451,13 +460,23 @@ def backward_kernel(
     dq_ring = make_ring(sums_desc, DQ_STAGES * WARPGROUPS, 1, 1)
     begin_among_kernels()
     # tuples inline: bound to a name they lose their constexprs
-    gl.warp_specialize([
-        (compute_loop, (0, p, dk_desc, dv_desc,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
-        (compute_loop, (1, p, dk_desc, dv_desc,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
-        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-        (add_loop, (0, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
-        (add_loop, (1, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
-    ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    if ranks_ptr is None:
+        gl.warp_specialize([
+            (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST, False)),
+            (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST, False)),
+            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+        ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST, True)),
+            (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST, True)),
+            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+            (add_loop, (0, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
+            (add_loop, (1, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
+        ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
