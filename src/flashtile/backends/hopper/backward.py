@@ -129,7 +129,7 @@ def first_step(ring):
 
 @gluon.jit
 def dq_position(position, warpgroup: gl.constexpr):
-    """Where a warpgroup's part of dQ of a step is in their ring, in which they take turns."""
+    """Where a warpgroup's part of dQ of a step is in their ring, in which each has a slot."""
     return WARPGROUPS * position + warpgroup
 
 
@@ -196,7 +196,7 @@ def by_thread(dq):
 
 
 @gluon.jit
-def send_dq(dq, sums_desc, ring, position, row, UNREAD: gl.constexpr, ORDERED: gl.constexpr):
+def send_dq(dq, sums_desc, ring, position, row, ORDERED: gl.constexpr):
     """Adds a part of dQ to the sums, or leaves that to `add_loop`: four numbers of each thread, then the next four;
     `finish_kernel` puts it right.
 
@@ -204,7 +204,7 @@ def send_dq(dq, sums_desc, ring, position, row, UNREAD: gl.constexpr, ORDERED: g
     """
     x = by_thread(dq)
     buffer = ring.buffer(position, 0)
-    tma.store_wait(UNREAD)
+    tma.store_wait(0)  # dQ of the step before, or dK, by the same buffer
     if ORDERED:
         full = ring.await_empty(position)
     buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
@@ -277,9 +277,9 @@ def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, 
 
 
 @gluon.jit
-def store_keys(desc, buffer, x, batch, key, head, UNREAD: gl.constexpr):
-    """Line 18: a warpgroup's dK or dV, by way of a buffer, from which all copies but the last UNREAD have left."""
-    tma.store_wait(UNREAD)
+def store_keys(desc, buffer, x, batch, key, head):
+    """Line 18: a warpgroup's dK or dV, by way of a buffer."""
+    tma.store_wait(0)
     matrix(buffer).store(x.to(desc.dtype))
     fence_async_shared()
     store_async(desc, [batch, key, head, 0], buffer)
@@ -360,7 +360,7 @@ def compute_loop(
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    UNREAD: gl.constexpr = dq_ring.depth // WARPGROUPS - 1  # copies may be, each out of another buffer than the next
+    keys_buffer = seen_as(dq_ring.buffers.index(warpgroup), dk_desc)
     sums_row = 0  # of the step before
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
@@ -404,7 +404,7 @@ def compute_loop(
                 dq = warpgroup_mma_wait(1 if DV_FIRST else 2, deps=(dq,))
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
-                    send_dq(dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row, UNREAD, ORDERED)
+                    send_dq(dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row, ORDERED)
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
@@ -415,22 +415,19 @@ def compute_loop(
                 has = True
                 position += 1
         v_ring.release(tile)
-        # line 18, by way of the buffers of the dQ that come next
-        dv_at, dk_at = dq_position(position - 1, warpgroup), dq_position(position - 1 + UNREAD, warpgroup)
+        # line 18, by way of the buffer of dQ
         if ORDERED:
-            dq_ring.await_empty(dv_at)
-            dq_ring.await_empty(dk_at)
+            dq_ring.await_empty(dq_position(position - 1, warpgroup))
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
-        store_keys(dv_desc, seen_as(dq_ring.buffer(dv_at, 0), dv_desc), dv, batch, key, head_k, UNREAD)
-        dk *= p.softmax_scale
-        store_keys(dk_desc, seen_as(dq_ring.buffer(dk_at, 0), dk_desc), dk, batch, key, head_k, UNREAD)
+        store_keys(dv_desc, keys_buffer, dv, batch, key, head_k)
+        store_keys(dk_desc, keys_buffer, dk * p.softmax_scale, batch, key, head_k)
         tile += 1
         entry += FIELDS
     ds_ring.await_full(position - 1)
     dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    send_dq(dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row, UNREAD, ORDERED)
+    send_dq(dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row, ORDERED)
     tma.store_wait(0)
 
 
@@ -440,7 +437,7 @@ def backward_kernel(
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DQ_STAGES: gl.constexpr, DV_FIRST: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`.
 
@@ -457,7 +454,7 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
-    dq_ring = make_ring(sums_desc, DQ_STAGES * WARPGROUPS, 1, 1)
+    dq_ring = make_ring(sums_desc, WARPGROUPS, 1, 1)
     begin_among_kernels()
     # tuples inline: bound to a name they lose their constexprs
     if ranks_ptr is None:

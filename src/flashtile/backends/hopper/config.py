@@ -80,7 +80,6 @@ class BackwardTiles:
     stages: int
     key_stages: int
     value_stages: int
-    dq_stages: int = 1  # how many dQ of a warpgroup are on their way out
     dv_first: bool = False  # dV's product is issued before dQ's of the step before
     compute_registers: int = 240
     load_registers: int = 24
@@ -108,11 +107,11 @@ class BackwardTiles:
         rows = 2 * self.stages * (2 * self.tile_m * self.head_dim + 4 * self.tile_m)  # Q and dO, shifts and deltas
         keys = 2 * (self.key_stages + self.value_stages) * self.keys * self.head_dim
         scores = (3 if self.wide else 2) * 2 * self.keys * self.tile_m  # dS twice, and P
-        dq = 0 if self.wide else 4 * self.dq_stages * self.tile_m * self.head_dim
+        dq = 0 if self.wide else 4 * self.tile_m * self.head_dim
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, dq_stages=2, dv_first=True)
+BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, dv_first=True)
 """16k tokens on an H200: V in one slot -2 to -4 %, three stages of queries 0 to -3 %, at S = 1k and 8k. dV first: S =
 2k, 8k and 16k full 423, 466, 473 -> 438, 481, 490 TFLOP/s, causal -2 % at 512 and 2k, +3 % at 8k."""
 BACKWARD_D128 = BackwardTiles(128, stages=2, key_stages=2, value_stages=1)
