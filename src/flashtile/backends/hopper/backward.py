@@ -60,11 +60,12 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
+    ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
 
     @gluon.constexpr_function
     def __init__(
         self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
-        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED,
     ):  # fmt: skip
         self.heads_q = heads_q
         self.group = group
@@ -79,6 +80,7 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.ORDERED = gl.constexpr(ORDERED)
 
     @gluon.jit
     def tiles(self):
@@ -86,12 +88,13 @@ class Problem:
         start = self.schedule + gl.program_id(0) * self.rounds * FIELDS
         return start + FIELDS, gl.load(start)
 
-
-@gluon.jit
-def turned(i, first, end, turn):
-    """Blocks first ... end from `turn` past the first on, then those before it; or backwards, as ~(i + turn)."""
-    block = (i + turn) ^ (turn >> 31)
-    return gl.where(block < end, block, block - (end - first))
+    @gluon.jit
+    def turned(self, i, first, end, turn):
+        """Blocks first ... end from `turn` past the first on, then those before it; or backwards, as ~(i + turn)."""
+        block = i + turn
+        if self.ORDERED:  # else no tile goes backwards
+            block ^= turn >> 31
+        return gl.where(block < end, block, block - (end - first))
 
 
 @gluon.jit
@@ -146,7 +149,7 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
         for i in range(p.group):
             head = head_k * p.group + i
             for j in range(first, end):
-                row = turned(j, first, end, turn) * p.TILE_M
+                row = p.turned(j, first, end, turn) * p.TILE_M
                 load_rows(p, q_desc, rows_desc, q_ring, shifts, position, batch, head, row, 0)
                 if i == 0:
                     if j == first:
@@ -196,7 +199,7 @@ def by_thread(dq):
 
 
 @gluon.jit
-def send_dq(dq, sums_desc, ring, position, row, ORDERED: gl.constexpr):
+def send_dq(p, dq, sums_desc, ring, position, row):
     """Adds a part of dQ to the sums, or leaves that to `add_loop`: four numbers of each thread, then the next four;
     `finish_kernel` puts it right.
 
@@ -205,11 +208,11 @@ def send_dq(dq, sums_desc, ring, position, row, ORDERED: gl.constexpr):
     x = by_thread(dq)
     buffer = ring.buffer(position, 0)
     tma.store_wait(0)  # dQ of the step before, or dK, by the same buffer
-    if ORDERED:
+    if p.ORDERED:
         full = ring.await_empty(position)
     buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
     fence_async_shared()
-    if ORDERED:
+    if p.ORDERED:
         mbarrier.arrive(full)
     else:
         add_async(sums_desc, [row, 0], buffer)
@@ -262,7 +265,7 @@ def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, 
         rank = gl.load(of_step)
         for i in range(p.group):
             for j in range(first, end):
-                at = ((head + i) * p.row_blocks + turned(j, first, end, turn)) * WARPGROUPS + warpgroup
+                at = ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS + warpgroup
                 await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
                 dq_at = dq_position(position, warpgroup)
                 dq_ring.await_full(dq_at)
@@ -340,7 +343,7 @@ def probabilities_and_ds(
 @gluon.jit
 def compute_loop(
     warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring,
-    shifts, deltas, DV_FIRST: gl.constexpr, ORDERED: gl.constexpr,
+    shifts, deltas, DV_FIRST: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
@@ -374,7 +377,7 @@ def compute_loop(
         has = False
         for i in range(p.group):
             for j in range(first, end):
-                block = turned(j, first, end, turn)
+                block = p.turned(j, first, end, turn)
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
@@ -404,7 +407,7 @@ def compute_loop(
                 dq = warpgroup_mma_wait(1 if DV_FIRST else 2, deps=(dq,))
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
-                    send_dq(dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row, ORDERED)
+                    send_dq(p, dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
@@ -416,7 +419,7 @@ def compute_loop(
                 position += 1
         v_ring.release(tile)
         # line 18, by way of the buffer of dQ
-        if ORDERED:
+        if p.ORDERED:
             dq_ring.await_empty(dq_position(position - 1, warpgroup))
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
@@ -427,7 +430,7 @@ def compute_loop(
     ds_ring.await_full(position - 1)
     dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    send_dq(dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row, ORDERED)
+    send_dq(p, dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
     tma.store_wait(0)
 
 
@@ -444,7 +447,7 @@ def backward_kernel(
     added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py. Or None: tiles add in any order.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, 1, WARPGROUPS)
     dout_ring = make_ring(dout_desc, STAGES, 1, WARPGROUPS)
     k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS, WARPGROUPS)
@@ -457,21 +460,21 @@ def backward_kernel(
     dq_ring = make_ring(sums_desc, WARPGROUPS, 1, 1)
     begin_among_kernels()
     # tuples inline: bound to a name they lose their constexprs
-    if ranks_ptr is None:
+    if not p.ORDERED:
         gl.warp_specialize([
             (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST, False)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
             (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST, False)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST, True)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
             (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST, True)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
             (add_loop, (0, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),

@@ -39,7 +39,6 @@ from .backward import (
     probabilities,
     row_numbers,
     store_keys,
-    turned,
 )
 from .channel import make_ring, ring_of
 from .tile import matrix, pass_turn, take_turn
@@ -94,7 +93,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
         for i in range(p.group):
             of_head = sums_ptr + (head + i).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
             for j in range(first, end):
-                block = turned(j, first, end, turn)
+                block = p.turned(j, first, end, turn)
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 10 and 11
                 s = begin_scores(p, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
@@ -165,7 +164,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
         for i in range(p.group):
             of_head = sums_ptr + (head + i).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
             for j in range(first, end):
-                block = turned(j, first, end, turn)
+                block = p.turned(j, first, end, turn)
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 13 and 14
                 dout_ring.await_full(position)
@@ -215,7 +214,7 @@ def wide_backward_kernel(
 ):  # fmt: skip
     """Grid (programs,). Roles: one warpgroup in `value_loop`, one in `key_loop`, one warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, False)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, 1, 2)
     dout_ring = make_ring(dout_desc, STAGES, 1, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, 1, 2)
