@@ -429,7 +429,6 @@ def _modules() -> dict[str, ModuleType]:
         gluon + ".language.nvidia.hopper", tma=tma, mbarrier=MBarrier, warpgroup_mma=warpgroup_mma,
         warpgroup_mma_wait=warpgroup_mma_wait, fence_async_shared=lambda: None,
     )  # fmt: skip
-    cuda = module("triton.language.extra.cuda", gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     parts = {"jit": jit, "constexpr_function": identity, "aggregate": identity, "language": language}
     return {
         "triton.experimental": module("triton.experimental", gluon=module(gluon, **parts)),
@@ -438,7 +437,6 @@ def _modules() -> dict[str, ModuleType]:
         gluon + ".language.nvidia": module(gluon + ".language.nvidia", hopper=hopper),
         gluon + ".language.nvidia.hopper": hopper,
         "triton.language": module("triton.language", core=None),
-        cuda.__name__: cuda,
     }
 
 

@@ -25,7 +25,6 @@ from aot import (
 from cases import BF16, FLOAT, spec
 
 from flashtile.arch import starts_early
-from flashtile.backends.hopper import backward_launch
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.triton import config, decode_config, decode_launch
 from flashtile.backends.triton.append import APPEND, AppendSpec
@@ -186,21 +185,6 @@ def test_hopper_backward_configs_compile_and_fit(mask, dim):
     assert not serializes_products(compiled), usage
     if dim == 64:  # above, some addresses are kept in memory, most by the compiler of Triton 3.9
         assert not usage.spills, usage
-
-
-@pytest.mark.parametrize("dim", [128, 256])
-def test_hopper_backward_kernels_start_while_the_one_before_runs(dim):
-    case = spec((4096, 4096), (16, 16), (dim, dim), BF16)
-    x, numbers = empty(4, 4096, 16, dim, dtype=BF16), empty(4 * 16 * 4096)
-    _, begun = compile_launch(backward_launch.BEGIN, case, "sm_90", x, x, numbers, None, numbers, numbers)
-    _, main = compile_hopper_backward(case)
-    _, finished = compile_launch(backward_launch.FINISH, case, "sm_90", x, numbers)
-    wait, launch = ("griddepcontrol." + action for action in ("wait", "launch_dependents"))
-    assert [(wait in x.asm["ptx"], launch in x.asm["ptx"]) for x in (begun, main, finished)] == [
-        (False, True), (True, True), (True, False)
-    ]  # fmt: skip
-    assert not begun.metadata.launch_pdl
-    assert backward_launch.DEPENDENT["launch_pdl"] == finished.metadata.launch_pdl is True
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .channel import anew, make_ring, ring_of
 from .compat import add_async, aggregate, load_async, seen_as, store_async
@@ -114,14 +113,6 @@ def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, whi
     load_async(desc, [batch, row, head, 0], full, ring.buffer(position, 0))
     at = ((which * p.heads + batch * p.heads_q + head) * p.row_blocks) * p.TILE_M + row
     load_async(rows_desc, [at], full, numbers.index(ring.slot(position)))
-
-
-@gluon.jit
-def begin_among_kernels():
-    """Lets `finish_kernel` be launched, and waits until `begin_kernel` has ended: before the roles part, so that none
-    reads rows or adds to sums earlier."""
-    gdc_launch_dependents()
-    gdc_wait()
 
 
 @gluon.jit
@@ -458,7 +449,6 @@ def backward_kernel(
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
     dq_ring = make_ring(sums_desc, WARPGROUPS, 1, 1)
-    begin_among_kernels()
     # tuples inline: bound to a name they lose their constexprs
     if not p.ORDERED:
         gl.warp_specialize([

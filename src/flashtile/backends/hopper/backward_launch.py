@@ -1,9 +1,4 @@
-"""From a spec and tensors to gradients: the backward pass's three kernels, launched.
-
-The second and the third are launched while the one before runs (programmatic dependent launches). Every program of them
-waits for the end of that one before it reads or writes what others do, so that the end of the third is that of all. The
-first is launched behind all that came before.
-"""
+"""From a spec and tensors to gradients: the backward pass's three kernels, launched."""
 
 from __future__ import annotations
 
@@ -43,7 +38,6 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
-DEPENDENT = OPTIONS | {"launch_pdl": True}
 SUMS_WIDTH = 256  # as wide as a copy may be
 
 
@@ -114,25 +108,23 @@ class BackwardKernel(Launcher):
         described = (*map(describe, matrices, boxes(tiles)), of_rows, *of_sums)
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
-        options = OPTIONS | {"launch_cooperative_grid": True} if added else DEPENDENT
+        options = OPTIONS | {"launch_cooperative_grid": True} if added else OPTIONS
         return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
 class RowsKernel(Launcher):
-    """A kernel over all blocks of queries, the function that derives its arguments from (spec, tiles, *tensors), and
-    its options."""
+    """A kernel over all blocks of queries, and the function that derives its arguments from (spec, tiles, *tensors)."""
 
-    def __init__(self, fn: Any, arguments: Callable[..., tuple], options: dict[str, Any]) -> None:
+    def __init__(self, fn: Any, arguments: Callable[..., tuple]) -> None:
         super().__init__()
         self.fn = fn
         self.arguments = arguments
-        self.options = options
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         tiles = config.choose_backward(spec)
         grid = spec.batch * spec.heads_q * row_blocks(spec, tiles)
         arguments = (*tensors, *self.arguments(spec, tiles, *tensors))
-        return prepared(self.fn, tensors[-1].device, grid, arguments, len(tensors), self.options)
+        return prepared(self.fn, tensors[-1].device, grid, arguments, len(tensors), OPTIONS)
 
 
 def begin_arguments(
@@ -155,9 +147,9 @@ def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tenso
     )  # fmt: skip
 
 
-BEGIN = RowsKernel(begin_kernel, begin_arguments, OPTIONS)
+BEGIN = RowsKernel(begin_kernel, begin_arguments)
 MAIN = BackwardKernel()
-FINISH = RowsKernel(finish_kernel, finish_arguments, DEPENDENT)
+FINISH = RowsKernel(finish_kernel, finish_arguments)
 
 
 class BackwardPass(Launcher):

@@ -24,7 +24,6 @@ def begin_kernel(
 ):  # fmt: skip
     """Line 4 and zero for dQ. The deltas, what dP begins with, are dlse - rowsum(dO o O); the shifts, what S begins
     with, -lse in the units of S: -inf where a row sees no key or is none, so that its P is 0 by itself."""
-    tl.extra.cuda.gdc_launch_dependents()
     at, head, batch, block = place(row_blocks, heads_q)
     row = block * TILE_M + tl.arange(0, TILE_M)
     rows = row.to(tl.int64)
@@ -55,7 +54,6 @@ def finish_kernel(
 ):  # fmt: skip
     """dQ in the dtype and layout of q, from its sums in the order in which `hand_over_dq` leaves them."""
     _, head, batch, block = place(row_blocks, heads_q)
-    tl.extra.cuda.gdc_wait()
     x = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (TILE_M * DIM) + tl.arange(0, TILE_M * DIM))
     # half of the columns, repeat, eight, warp, lane // 4, lane % 4, half of 16 rows, parity
     x = x.reshape([2, TILE_M // 64, DIM // 16, 4, 8, 4, 2, 2])

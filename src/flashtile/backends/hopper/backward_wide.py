@@ -30,7 +30,6 @@ from .backward import (
     TURN,
     Problem,
     anew,
-    begin_among_kernels,
     begin_scores,
     by_thread,
     first_step,
@@ -224,7 +223,6 @@ def wide_backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [1, KEYS, TILE_M], ds_layout), 1, 1, 1, 1)
     ds_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], ds_layout), 2, 1, 1, 2)
-    begin_among_kernels()
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
         (value_loop, (p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, shifts)),
