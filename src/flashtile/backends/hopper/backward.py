@@ -2,8 +2,8 @@
 
 A persistent program per multiprocessor walks the tiles of its schedule; a tile is a block of keys and one key head. One
 warp loads by TMA, two warpgroups compute: each has half of the block's keys as the rows of S^T and dP^T, so that P^T
-and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which a warp for
-each warpgroup adds to the float32 sums of all tiles of a head in global memory.
+and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which all tiles of
+a head add up in float32 in global memory; in a fixed order (order.py) a warp for each warpgroup does that.
 
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head.
 A warpgroup's S^T, P^T, dP^T, dS^T: (KEYS, TILE_M) · dK, dV: (KEYS, D) · its part of dQ: (PART_M, PART_D).
