@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -161,6 +162,23 @@ SHARING = [
     pytest.param("cpu", FLOAT, id="triton-interpreted", marks=INTERPRETED),
     pytest.param("cuda", FLOAT, id="triton-gpu", marks=ON_GPU),
 ]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_sequences_at_once_are_as_one_after_the_other(mask, monkeypatch):
+    """On a CPU, in blocks of four keys; what lies past the end of a sequence is no number."""
+    monkeypatch.setattr(importlib.import_module("flashtile.backends.cpu.decode"), "NUMBERS_AT_ONCE", CAPACITY * HK * D)
+    batch, lengths = 16, torch.arange(0, 64, 4, dtype=INT) + 1
+    q, k, v = (normal(batch, *shape, dtype=FLOAT) for shape in ((SQ, HQ, D), (CAPACITY, HK, D), (CAPACITY, HK, DV)))
+    past = torch.arange(CAPACITY) >= lengths[:, None]
+    k[past], v[past] = math.nan, math.nan
+    settings = MASKS[mask] | {"cache_seqlens": lengths, "return_softmax_lse": True}
+    for found, wanted in zip(
+        flash_attn_with_kvcache(q, k, v, **settings),
+        flash_attn_with_kvcache(q, k, v, backend="reference", **settings),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(("seqlen_q", "num_splits"), [(1, 0), (1, 1), (1, 2), (1, 7), (1, 128), (40, 0), (40, 7)])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .rotary import apply_rotary
 from .spec import AttentionSpec
 
 FP8 = torch.float8_e4m3fn
@@ -81,12 +82,29 @@ class Cache:
             k, v = self.k[indices][None], self.v[indices][None]
         return _meant(k, self.k_descale, sequence), _meant(v, self.v_descale, sequence)
 
+    def block(self, sequences: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (n, N, Hk, D) as stored, of sequences (n,) at tokens (n, N); anything past the capacity."""
+        n, width = token.shape
+        if self.places is None and self.leftpad is None and n == len(self.k):  # all of them, the same tokens of each
+            begin = int(token[0, 0])
+            return self.k[:, begin : begin + width], self.v[:, begin : begin + width]
+        token = token.clamp(max=self.capacity - 1)
+        rows, places = self._indices(sequences[:, None].expand(n, width), token)
+        return _gathered(self.k, rows, places), _gathered(self.v, rows, places)
+
     def _indices(self, sequence: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Indices into the first two dims of k and v."""
         if self.block_table is None:
             return (sequence if self.rows is None else self.rows[sequence].long()), token
         page_size = self.k.shape[1]
         return self.block_table[sequence, token // page_size].long(), token % page_size
+
+
+def _gathered(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """x[rows, places]: whole tokens at a time where they lie in one line, which is many times faster."""
+    if x.stride(0) != x.stride(1) * x.shape[1]:
+        return x[rows, places]
+    return x.flatten(0, 1).index_select(0, (rows * x.shape[1] + places).flatten()).unflatten(0, rows.shape)
 
 
 def _stored(new: Tensor, cache: Tensor, descale: Tensor | None) -> Tensor:
@@ -105,6 +123,15 @@ def _meant(stored: Tensor, descale: Tensor | None, sequence: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """cos, sin: (positions, R). interleaved: pairs are neighbours."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+@dataclass(frozen=True)
 class CachedCall:
     """One checked call. spec: of all sequences, its seqlen_k the cache's capacity.
 
@@ -117,11 +144,19 @@ class CachedCall:
     alibi_slopes: Tensor | None
     sinks: Tensor | None
 
+    @property
+    def masked(self) -> bool:
+        """Whether each query has a position of its own."""
+        return self.spec.window_left >= 0 or self.spec.window_right >= 0
 
-@dataclass(frozen=True)
-class Rotary:
-    """cos, sin: (positions, R). interleaved: pairs are neighbours."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
+    def append(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Tensor:
+        """Writes the new keys, turned, into the cache; returns the queries, turned."""
+        first, end = self.cache.spans(len(q))
+        start = end - k.shape[1]
+        if rotary is not None:
+            tables, position = (rotary.cos, rotary.sin), (start - first)[:, None]
+            k = apply_rotary(k, *tables, position + torch.arange(k.shape[1], device=k.device), rotary.interleaved)
+            steps = torch.arange(q.shape[1], device=q.device) * self.masked
+            q = apply_rotary(q, *tables, position + steps, rotary.interleaved)
+        self.cache.write(k, v, start)
+        return q

@@ -17,7 +17,6 @@ from . import dispatch
 from . import spec as checks
 from .cache import FP8, Cache, CachedCall, Rotary
 from .merge import with_sinks
-from .rotary import apply_rotary
 from .spec import AttentionSpec
 
 
@@ -170,14 +169,9 @@ def checked_rotary(
         )
     if k is None:
         raise ValueError("rotary_cos: got tables without k and v; want new keys to turn")
-    behind = max(0, q.shape[1] - k.shape[1]) if _masked(call.spec) else 0  # positions of queries past the last key
+    behind = max(0, q.shape[1] - k.shape[1]) if call.masked else 0  # positions of queries past the last key
     checks.check_rotary(cos, sin, call.spec.head_dim, call.cache.capacity + behind, q)
     return Rotary(cos, sin, interleaved)
-
-
-def _masked(spec: AttentionSpec) -> bool:
-    """Whether each query has a position of its own."""
-    return spec.window_left >= 0 or spec.window_right >= 0
 
 
 def run(
@@ -197,22 +191,8 @@ def run(
     spans = list(zip(first.tolist(), end.tolist(), strict=True))
     forwards = [_forward_of(call, sequence, n - f, q.device, backend) for sequence, (f, n) in enumerate(spans)]
     if k is not None and v is not None:
-        q = _append(call, q, k, v, rotary, first, end)
+        q = call.append(q, k, v, rotary)
     return _one_after_the_other(call, q, spans, forwards)
-
-
-def _append(
-    call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None, first: Tensor, end: Tensor
-) -> Tensor:
-    """Writes the new keys, turned, into the cache; returns the queries, turned."""
-    start = end - k.shape[1]
-    if rotary is not None:
-        tables, position = (rotary.cos, rotary.sin), (start - first)[:, None]
-        k = apply_rotary(k, *tables, position + torch.arange(k.shape[1], device=k.device), rotary.interleaved)
-        steps = torch.arange(q.shape[1], device=q.device) * _masked(call.spec)
-        q = apply_rotary(q, *tables, position + steps, rotary.interleaved)
-    call.cache.write(k, v, start)
-    return q
 
 
 def _forward_of(
