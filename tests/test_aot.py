@@ -24,7 +24,6 @@ from aot import (
 )
 from cases import BF16, FLOAT, spec
 
-from flashtile.arch import starts_early
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.triton import config, decode_config, decode_launch
 from flashtile.backends.triton.append import APPEND, AppendSpec
@@ -81,7 +80,7 @@ def compile_cached(call, q, arch, num_splits=0):
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
     new = (empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
     tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
-    appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8, starts_early(arch))
+    appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
     launches = [
         (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, out, lse)),
         (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, q)),
@@ -124,13 +123,13 @@ def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(stored, dim
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("heads_k", [1, 8])
-def test_a_step_starts_its_kernels_early_and_its_merge_waits_for_memory_once(arch, heads_k):
+def test_the_merge_starts_early_and_then_waits_for_memory_once(arch, heads_k):
     case = spec((1, 32768), (32, heads_k), (128, 128), BF16)
-    decoding, appending, merging = (x for _, x in compile_cached(*cached_call(case, BF16, page_size=0), arch))
+    (_, decoding), _, (_, merging) = compile_cached(*cached_call(case, BF16, page_size=0), arch)
     early = arch != "sm_80"
-    for kernel, waits, launches in ((appending, False, early), (decoding, early, early), (merging, early, False)):
-        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == kernel.metadata.launch_pdl == waits
-        assert ("griddepcontrol.launch_dependents" in kernel.asm["ptx"]) == launches
+    assert ("griddepcontrol.launch_dependents" in decoding.asm["ptx"]) == early
+    assert ("griddepcontrol.wait" in merging.asm["ptx"]) == merging.metadata.launch_pdl == early
+    assert not decoding.metadata.launch_pdl
     code = [text for _, text in machine_code(merging)]
     of_parts = [i for i, text in enumerate(code) if re.search(r"LDG\S*\.STRONG", text)]
     assert not any("SHFL" in text for text in code[of_parts[0] : of_parts[-1]])

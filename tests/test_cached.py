@@ -244,7 +244,7 @@ def test_a_graph_serves_lengths_that_change():
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "in a graph"])
 @pytest.mark.parametrize("appending", [False, True], ids=["nothing new", "new keys"])
 def test_calls_close_together_are_as_calls_alone(captured, appending):
-    """Each kernel starts while the one before runs: it must see all of that, and nothing of the kernels behind it."""
+    """The merge starts while parts are computed: it must see all of these, and nothing of the kernels behind it."""
     torch.manual_seed(0)
     sizes = (2, 1, 8, 64), *[(2, 4096, 2, 64)] * 2, *[(2, 1, 2, 64)] * (2 if appending else 0)
     given = [

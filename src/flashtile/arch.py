@@ -20,8 +20,3 @@ def arch_of(device: torch.device) -> str | None:
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
-
-
-def starts_early(arch: str) -> bool:
-    """Whether a kernel may be launched while the one before it runs, to wait for its end (programmatic dependence)."""
-    return arch.startswith("sm_") and int(arch[3:]) >= 90

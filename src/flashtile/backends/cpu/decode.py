@@ -17,6 +17,7 @@ from ...cache import CachedCall, Rotary
 from ...merge import with_sinks
 from ...spec import AttentionSpec
 from .forward import DECODING_ROWS
+from .tile import by_key_head
 
 # Of K, or of V, in a block; a sequence with more in all is left to `forward`, which takes as long then, or less. On two
 # cores, in pages, one after the other and at once: 16 sequences of 256 keys, 2 heads of 64, float32, 25 and 3 ms; 16 of
@@ -48,7 +49,9 @@ def decode(call: CachedCall, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor
     spec, cache, exact = call.spec, call.cache, call.spec.lse_dtype
     first, end = cache.spans(spec.batch)
     n_keys = end - first
-    q = q.unflatten(2, (spec.heads_k, spec.group)).transpose(1, 2).flatten(2, 3).to(exact)
+    out = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, dtype=spec.dtype)
+    lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=exact)
+    q = by_key_head(spec, q).flatten(2, 3).to(exact)
     o = q.new_zeros(*q.shape[:3], spec.head_dim_v)
     l = q.new_zeros(*q.shape[:3], 1)
     m = torch.full_like(l, -math.inf)
@@ -75,12 +78,11 @@ def decode(call: CachedCall, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor
     o /= l.masked_fill(l == 0, 1.0)
     if cache.v_descale is not None:
         o *= cache.v_descale[:, :, None, None]
-    by_query = (spec.seqlen_q, spec.group)
-    out = o.unflatten(2, by_query).transpose(1, 2).flatten(2, 3)
-    lse = (m + l.log()).squeeze(-1).unflatten(2, by_query).transpose(2, 3).flatten(1, 2)
+    for x, by_row in ((out, o), (lse.transpose(1, 2), (m + l.log()).squeeze(-1))):
+        by_key_head(spec, x).copy_(by_row.unflatten(2, (spec.seqlen_q, spec.group)))
     if call.sinks is not None:
         out, lse = with_sinks(out, lse, call.sinks)
-    return out.to(spec.dtype), lse
+    return out, lse
 
 
 def _numbers(spec: AttentionSpec) -> int:

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import anew, make_ring, ring_of
-from .compat import add_async, aggregate, load_async, seen_as, store_async
-from .tile import matrix, pass_turn, take_turn, tanh
+from .compat import add_async, aggregate, load_async, seen_as
+from .tile import matrix, pass_turn, store_rows, take_turn, tanh
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 WARPGROUPS = gl.constexpr(2)
@@ -271,15 +271,6 @@ def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, 
 
 
 @gluon.jit
-def store_keys(desc, buffer, x, batch, key, head):
-    """Line 18: a warpgroup's dK or dV, by way of a buffer."""
-    tma.store_wait(0)
-    matrix(buffer).store(x.to(desc.dtype))
-    fence_async_shared()
-    store_async(desc, [batch, key, head, 0], buffer)
-
-
-@gluon.jit
 def row_numbers(p, numbers, ring, position, layout: gl.constexpr):
     """(KEYS, TILE_M): the shifts or deltas of a step, which is loaded."""
     row = numbers.index(ring.slot(position)).load(gl.SliceLayout(0, layout))
@@ -414,8 +405,8 @@ def compute_loop(
             dq_ring.await_empty(dq_position(position - 1, warpgroup))
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
-        store_keys(dv_desc, keys_buffer, dv, batch, key, head_k)
-        store_keys(dk_desc, keys_buffer, dk * p.softmax_scale, batch, key, head_k)
+        store_rows(dv_desc, keys_buffer, dv, batch, key, head_k, 0)
+        store_rows(dk_desc, keys_buffer, dk * p.softmax_scale, batch, key, head_k, 0)
         tile += 1
         entry += FIELDS
     ds_ring.await_full(position - 1)

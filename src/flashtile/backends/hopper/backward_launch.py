@@ -92,7 +92,7 @@ def describe_sums(sums: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor
     return TensorDescriptor(sums, shape, [SUMS_WIDTH, 1], list(sums_box(tiles)), plain_layout(2))
 
 
-class BackwardKernel(Launcher):
+class BackwardKernel:
     """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows, adds to sums and,
     where these have an order, counts in added."""
 
@@ -112,11 +112,10 @@ class BackwardKernel(Launcher):
         return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
-class RowsKernel(Launcher):
+class RowsKernel:
     """A kernel over all blocks of queries, and the function that derives its arguments from (spec, tiles, *tensors)."""
 
     def __init__(self, fn: Any, arguments: Callable[..., tuple]) -> None:
-        super().__init__()
         self.fn = fn
         self.arguments = arguments
 
@@ -160,10 +159,9 @@ class BackwardPass(Launcher):
         tiles = config.choose_backward(spec)
         device, n_rows = tensors[-1].device, spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
 
-        float32, int32 = torch.float32, torch.int32
-        sizes = [(2 * n_rows, float32), (n_rows * tiles.head_dim, float32)]
+        sizes = [(2 * n_rows, torch.float32), (n_rows * tiles.head_dim, torch.float32)]
         if spec.deterministic:
-            sizes.append((2 * n_rows // tiles.tile_m, int32))
+            sizes.append((2 * n_rows // tiles.tile_m, torch.int32))
 
         def scratch() -> tuple[Tensor, ...]:
             """rows, sums and, where these have an order, added."""

@@ -37,10 +37,9 @@ from .backward import (
     mask,
     probabilities,
     row_numbers,
-    store_keys,
 )
 from .channel import make_ring, ring_of
-from .tile import matrix, pass_turn, take_turn
+from .tile import matrix, pass_turn, store_rows, take_turn
 
 
 @gluon.jit
@@ -132,7 +131,7 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
         add_from_registers(dq, dq_before)
         pass_turn(0, 2)  # the second may write over K, as this one over V, with whose last dP it is done
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
-        store_keys(dv_desc, v_ring.buffer(tile, 0), dv, batch, key, head_k)
+        store_rows(dv_desc, v_ring.buffer(tile, 0), dv, batch, key, head_k, 0)
         tma.store_wait(0)
         k_ring.release(tile)
         v_ring.release(tile)
@@ -195,7 +194,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 position += 1
         take_turn(1)
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
-        store_keys(dk_desc, k_ring.buffer(tile, 0), dk * p.softmax_scale, batch, key, head_k)
+        store_rows(dk_desc, k_ring.buffer(tile, 0), dk * p.softmax_scale, batch, key, head_k, 0)
         tma.store_wait(0)
         k_ring.release(tile)
         v_ring.release(tile)

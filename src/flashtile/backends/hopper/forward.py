@@ -16,7 +16,6 @@ warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -24,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import anew, make_ring
-from .compat import aggregate, load_async, store_async
-from .tile import keep_apart, matrix, meet, pack, pass_turn, row_sums_by_lane, take_turn, tanh, unpack
+from .compat import aggregate, load_async
+from .tile import keep_apart, matrix, meet, pack, pass_turn, row_sums_by_lane, store_rows, take_turn, tanh, unpack
 
 LN2 = gl.constexpr(0.6931471805599453)
 LEAST = gl.constexpr(2.0**-100)  # Row sums between these can do without a running maximum: they, and the products
@@ -302,15 +301,6 @@ def sit_out(warpgroup: gl.constexpr, p, position, k_ring, v_ring):
 
 
 @gluon.jit
-def store_out(o, out_desc, out_buffer, batch, row, head, col):
-    """Columns col ... of O, by way of shared memory."""
-    tma.store_wait(0)
-    matrix(out_buffer).store(o.to(out_desc.dtype))
-    fence_async_shared()
-    store_async(out_desc, [batch, row, head, col], out_buffer)
-
-
-@gluon.jit
 def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures, row_layout: gl.constexpr):
     """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
@@ -327,11 +317,11 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
     o = o * inverse[:, None]
     WIDTH: gl.constexpr = out_desc.block_shape[3]
     if o.shape[1] == WIDTH:
-        store_out(o, out_desc, out_buffer, batch, row, head, 0)
+        store_rows(out_desc, out_buffer, o, batch, row, head, 0)
     else:  # one half after the other, through a buffer for one
         low, high = gl.split(o.reshape([o.shape[0], 2, WIDTH]).permute((0, 2, 1)))
-        store_out(low, out_desc, out_buffer, batch, row, head, 0)
-        store_out(high, out_desc, out_buffer, batch, row, head, WIDTH)
+        store_rows(out_desc, out_buffer, low, batch, row, head, 0)
+        store_rows(out_desc, out_buffer, high, batch, row, head, WIDTH)
     i = gl.arange(0, p.TILE_M, row_layout)
     rows = row + i // p.PACK
     at = (batch * p.heads_q + head + i % p.PACK).to(gl.int64) * p.seqlen_q

@@ -2,6 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from .compat import store_async
 
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
@@ -43,6 +46,15 @@ def keep_apart(warpgroup: gl.constexpr):
 def matrix(buffer):
     """A buffer (1, S, heads, D) as a matrix (rows, D)."""
     return buffer.reshape([buffer.shape[1] * buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def store_rows(desc, buffer, x, batch, row, head, col):
+    """Rows of O, dK or dV, from column col on, by way of a buffer."""
+    tma.store_wait(0)
+    matrix(buffer).store(x.to(desc.dtype))
+    fence_async_shared()
+    store_async(desc, [batch, row, head, col], buffer)
 
 
 @gluon.jit

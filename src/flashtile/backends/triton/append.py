@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...arch import arch_of, starts_early
 from ...cache import FP8, FP8_MAX, CachedCall, Rotary
 from ...spec import AttentionSpec
 from ..launcher import Launcher, Run, prepared
@@ -77,7 +76,7 @@ def append_kernel(
     seqlen_q, seqlen_new, seqlen, heads_q, heads_k, capacity, limit,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr, HEADS: tl.constexpr,
     R: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCING: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    QUANTIZED: tl.constexpr, EARLY_DECODE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, of k and v or, behind those, of q: grid (blocks of heads * seqlen * B,).
 
@@ -85,8 +84,6 @@ def append_kernel(
     position if ADVANCING, else by that of the first new key; without, programs for q are not launched. Where the new
     keys do not fit nothing is written.
     """
-    if EARLY_DECODE:
-        tl.extra.cuda.gdc_launch_dependents()
     k_blocks = tl.cdiv(heads_k, HEADS)
     blocks = k_blocks + (tl.cdiv(heads_q, HEADS) if R > 0 else 0)
     block = tl.program_id(0) % blocks
@@ -140,7 +137,6 @@ class AppendSpec(NamedTuple):
     rotary_dims: int  # R; 0: nothing is turned
     interleaved: bool
     quantized: bool
-    early_decode: bool  # the next kernel starts while this one runs
 
 
 class AppendKernel(Launcher):
@@ -156,7 +152,7 @@ class AppendKernel(Launcher):
             of.seqlen_q, spec.seqlen_new, seqlen, of.heads_q, of.heads_k, of.seqlen_k, FP8_MAX,
             of.head_dim, of.head_dim_v, triton.next_power_of_2(of.head_dim), triton.next_power_of_2(of.head_dim_v),
             HEADS, spec.rotary_dims, spec.interleaved, of.window_left >= 0 or of.window_right >= 0, spec.page_size,
-            spec.quantized, spec.early_decode,
+            spec.quantized,
         )  # fmt: skip
         blocks = -(-of.heads_k // HEADS) + (-(-of.heads_q // HEADS) if spec.rotary_dims else 0)
         return prepared(append_kernel, q.device, blocks * seqlen * of.batch, arguments, len(tensors), OPTIONS)
@@ -167,11 +163,10 @@ APPEND = AppendKernel()
 
 def append(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Tensor:
     """Writes the new keys, turned, into the cache; returns the queries, turned: q itself where there is no rotary."""
-    cache, arch = call.cache, arch_of(q.device)
-    assert arch is not None, "a tensor on a GPU, and no GPU"
+    cache = call.cache
     of = AppendSpec(
         call.spec, cache.page_size, cache.seqlen_new, 0 if rotary is None else rotary.cos.shape[1],
-        rotary is not None and rotary.interleaved, cache.k.dtype == FP8, starts_early(arch),
+        rotary is not None and rotary.interleaved, cache.k.dtype == FP8,
     )  # fmt: skip
     q = dense_rows(q)
     turned = q if rotary is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)

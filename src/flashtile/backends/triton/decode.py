@@ -143,15 +143,12 @@ def decode_kernel(
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
     NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, FLOAT8_PTX: tl.constexpr,
-    SHARED: tl.constexpr, EARLY: tl.constexpr, EARLY_MERGE: tl.constexpr,
+    SHARED: tl.constexpr, EARLY_MERGE: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
 
-    `places` are pages, or rows of the cache, or None: sequence b has row b. With EARLY it is launched while
-    `append_kernel` runs, and waits for its end.
+    `places` are pages, or rows of the cache, or None: sequence b has row b.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks
     program = tl.program_id(0)

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...arch import arch_of, starts_early
+from ...arch import arch_of
 from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
 from ..launcher import Launcher, Run, prepared
@@ -39,13 +39,8 @@ class DecodeSpec(NamedTuple):
 
     @property
     def early_merge(self) -> bool:
-        """Whether the merge starts while parts are still computed."""
-        return self.programs > 0 and starts_early(self.arch)
-
-    @property
-    def early(self) -> bool:
-        """Whether decoding starts while new keys are still appended."""
-        return self.seqlen_new > 0 and starts_early(self.arch)
+        """Whether the merge starts while parts are still computed (a programmatic dependent launch: from Hopper on)."""
+        return self.programs > 0 and self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
 
 
 def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: int) -> DecodeSpec:
@@ -72,11 +67,6 @@ def merge_tile(spec: DecodeSpec) -> tuple[int, int, int]:
     return parts, dims, max(parts * dims // MERGED_BY_A_WARP, 1)
 
 
-def early_launch(early: bool) -> dict[str, bool]:
-    """Triton's launch option, which not all of its backends know."""
-    return {"launch_pdl": True} if early else {}
-
-
 class DecodeKernel(Launcher):
     """`decode_kernel`, of q, the cache, scales and parts to out and lse."""
 
@@ -94,11 +84,10 @@ class DecodeKernel(Launcher):
             of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
             k.dtype == FP8 and q.dtype == torch.bfloat16,
             k.dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_"), spec.programs > 0,
-            spec.early, spec.early_merge,
+            spec.early_merge,
         )  # fmt: skip
         grid = spec.programs or spec.tasks
-        options = spec.tiles.options | early_launch(spec.early)
-        return prepared(decode_kernel, q.device, grid, arguments, len(tensors), options)
+        return prepared(decode_kernel, q.device, grid, arguments, len(tensors), spec.tiles.options)
 
 
 class MergeKernel(Launcher):
@@ -114,7 +103,9 @@ class MergeKernel(Launcher):
             of.window_right >= 0, spec.early_merge,
         )  # fmt: skip
         grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
-        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True} | early_launch(spec.early_merge)
+        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+        if spec.early_merge:
+            options["launch_pdl"] = True
         return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), options)
 
 
