@@ -103,9 +103,7 @@ SM_90 = _table({
     (4, 64): (DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 4, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
     (4, 256): DecodeTiles(16, 8, 4, 1, 16),
-}) | _table({
-    (1, 128): (DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
-}, in_pages=(True,))  # fmt: skip
+})  # fmt: skip
 
 # Not measured: tiles that neither spill nor exceed the shared memory (163 KiB, 99 KiB, 64 KiB, 64 KiB) when compiled
 # ahead of time.
