@@ -116,9 +116,9 @@ def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(stored, dim
     assert set(widths) == {"0x10"}
     tiles = decode_config.choose(call, "sm_90")
     assert not usage.spills, usage
-    assert usage.shared >= (tiles.num_stages - 1) * tiles.tile_n * 2 * dim * stored.itemsize, (
-        usage
-    )  # blocks of K and V in flight
+    in_flight = (tiles.num_stages - 1) * tiles.tile_n * 2 * dim * stored.itemsize  # blocks of K and V
+    q_and_p = 16 * (dim + tiles.tile_n) * BF16.itemsize
+    assert in_flight <= usage.shared <= in_flight + q_and_p + 1024, usage  # and what numbers go from thread to thread
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])

@@ -106,15 +106,20 @@ def as_float16(q):
 
 
 @triton.jit
-def float16_in_ptx(x):
-    """A float8 tile as float16, converted as it was loaded.
+def load_float8(ptr, stride_b, stride_s, page, token, inside, D: tl.constexpr, TILE_D: tl.constexpr):
+    """(even, odd): the even dims and the odd dims of a float8 `load_keys`, (TILE_N, TILE_D // 2) each, as float16.
 
-    Triton would move it first to where a product wants it, for V one byte at a time, as matrices of bytes cannot be
-    transposed on the way. An instruction that it does not know it leaves in its place: a third fewer in the loop.
+    A product wants two keys of one dim of V side by side. Pairs of dims are moved so like any 16-bit matrix, on their
+    way from shared memory to registers, which matrices of bytes cannot be; two keys' pairs are then four bytes of a
+    register, and one instruction sorts them. As float16 V would go back to shared memory first, at twice its size.
     """
+    pairs_ptr = ptr.to(tl.pointer_type(tl.int16))
+    pairs = load_keys(pairs_ptr, stride_b // 2, stride_s // 2, page, token, inside, D // 2, TILE_D // 2)
     return tl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-        "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
+        "{ .reg .b32 sorted; .reg .b16 even, odd;"
+        " prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {even, odd}, sorted;"
+        " cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }",
+        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -142,7 +147,7 @@ def decode_kernel(
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
-    NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, FLOAT8_PTX: tl.constexpr,
+    NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
     SHARED: tl.constexpr, EARLY_MERGE: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
@@ -207,11 +212,15 @@ def decode_kernel(
             q = -q
         if BY_HALVES:
             q, q_scale = as_float16(q)
+        if PAIRS:
+            q, q_odd = tl.split(q.reshape(TILE_M, TILE_D // 2, 2))
         s_unit = base_2
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + batch * stride_slopes + head, here, 0.0)[:, None] * LOG2E
             s_unit = 1.0
-        acc = tl.zeros([TILE_M, TILE_DV], tl.float32)
+        acc = tl.zeros([TILE_M, TILE_DV // 2 if PAIRS else TILE_DV], tl.float32)
+        if PAIRS:  # even dims are in q, k, v, acc
+            acc_odd = tl.zeros([TILE_M, TILE_DV // 2], tl.float32)
         m = tl.full([TILE_M], float("-inf"), tl.float32)
         l = tl.zeros([TILE_M], tl.float32)
         diagonal = (query + (n_keys - seqlen_q))[:, None]
@@ -220,8 +229,14 @@ def decode_kernel(
             keys = n_block * TILE_N + tl.arange(0, TILE_N)
             inside = keys < n_keys
             token = keys % PAGE_SIZE if PAGE_SIZE > 0 else first + keys
-            k = load_keys(k_ptr + head_k * stride_kh, stride_kb, stride_ks, page, token, inside, D, TILE_D)
-            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (TILE_M, TILE_N)
+            k_head = k_ptr + head_k * stride_kh
+            if PAIRS:
+                k, k_odd = load_float8(k_head, stride_kb, stride_ks, page, token, inside, D, TILE_D)
+                s = tl.dot(q, tl.trans(k))
+                s = tl.dot(q_odd, tl.trans(k_odd), s)
+            else:
+                k = load_keys(k_head, stride_kb, stride_ks, page, token, inside, D, TILE_D)
+                s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (TILE_M, TILE_N)
             if BY_HALVES:
                 s *= q_scale[:, None]
             if SOFTCAP:
@@ -234,13 +249,19 @@ def decode_kernel(
             if HAS_RIGHT:
                 seen &= keys[None, :] <= diagonal + window_right
             p, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), s_unit, m, l, EXACT)
-            v = load_keys(v_ptr + head_k * stride_vh, stride_vb, stride_vs, page, token, inside, DV, TILE_DV)
-            if FLOAT8_PTX:
-                v = float16_in_ptx(v)
+            p = p.to(q.dtype)
+            v_head = v_ptr + head_k * stride_vh
+            if PAIRS:
+                v, v_odd = load_float8(v_head, stride_vb, stride_vs, page, token, inside, DV, TILE_DV)
+                acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
+            else:
+                v = load_keys(v_head, stride_vb, stride_vs, page, token, inside, DV, TILE_DV).to(q.dtype)
             if PAGE_SIZE > 0:  # the next block's: read in its own step it would halve the blocks in flight
                 page = page_of_keys(places_ptr, (n_block + 1) * TILE_N, n_keys, batch, stride_pb, TILE_N, PAGE_SIZE)
-            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
+            acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
 
+        if PAIRS:
+            acc = tl.interleave(acc, acc_odd)
         empty = l == 0
         out = acc / tl.where(empty, 1.0, l)[:, None]
         if v_descale_ptr is not None:

@@ -43,17 +43,16 @@ class DecodeTiles:
 
 
 class Key(NamedTuple):
-    """What the best tiles depend on: bytes per element of the cache, the head dim's tile, rows of a tile, pages."""
+    """What the best tiles depend on: bytes per element of the cache, the head dim's tile, rows of a tile."""
 
     itemsize: int
     dim: int  # 64, 128 or 256: the power of two that holds D and Dv
     rows: int
-    in_pages: bool
 
     @staticmethod
     def of(call: CachedCall) -> Key:
         dim = max(64, 1 << (max(call.spec.head_dim, call.spec.head_dim_v) - 1).bit_length())
-        return Key(call.cache.k.dtype.itemsize, dim, tile_m(call.spec), call.cache.page_size > 0)
+        return Key(call.cache.k.dtype.itemsize, dim, tile_m(call.spec))
 
 
 ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
@@ -69,14 +68,12 @@ def tile_m(spec: AttentionSpec) -> int:
 Table = dict[Key, DecodeTiles]
 
 
-def _table(
-    rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]], in_pages: tuple[bool, ...] = (False, True)
-) -> Table:
+def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]]) -> Table:
     """A table from (itemsize, dim): tiles, or those for 16, 32 and 64 rows."""
     table: Table = {}
     for key, tiles in rows.items():
         for n, one in zip(ROWS, tiles if isinstance(tiles, tuple) else (tiles,) * len(ROWS), strict=True):
-            table |= {Key(*key, n, paged): one for paged in in_pages}
+            table[Key(*key, n)] = one
     return table
 
 
@@ -91,7 +88,8 @@ def _table(
 #   stages, 3 programs take 287.5 us to 290.7 at 64,32,8,4096 and 2033 us to 2074 at the 64 lengths: not worth a row.
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
 # - (1, 128), 16 rows, in one piece, among seven tiles: 8,32,8,32768 in 171 us, to 200 with 64 keys and 4 stages; the 64
-#   lengths in 1214 us, to 1507 (two runs). least: a block has as many bytes as one of (2, 128). In pages it spills.
+#   lengths in 1214 us, to 1507 (two runs), when V still went through shared memory as float16. least: a block has as
+#   many bytes as one of (2, 128).
 # All else is reasoned as above, and not measured: the other rows, and float8 in pages.
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
@@ -103,9 +101,7 @@ SM_90 = _table({
     (4, 64): (DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 4, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
     (4, 256): DecodeTiles(16, 8, 4, 1, 16),
-}) | _table({
-    (1, 128): (DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
-}, in_pages=(True,))  # fmt: skip
+})  # fmt: skip
 
 # Not measured: tiles that neither spill nor exceed the shared memory (163 KiB, 99 KiB, 64 KiB, 64 KiB) when compiled
 # ahead of time.

@@ -67,6 +67,12 @@ def merge_tile(spec: DecodeSpec) -> tuple[int, int, int]:
     return parts, dims, max(parts * dims // MERGED_BY_A_WARP, 1)
 
 
+def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
+    """Whether float8 keys are loaded as pairs of dims: products in 16 bits, by PTX, and no pair lies apart."""
+    even = all(n % 2 == 0 for x in caches for n in (x.shape[-1], *x.stride()[:-1], x.data_ptr()))
+    return caches[0].dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_") and even
+
+
 class DecodeKernel(Launcher):
     """`decode_kernel`, of q, the cache, scales and parts to out and lse."""
 
@@ -74,17 +80,17 @@ class DecodeKernel(Launcher):
         q, k, v, _, _, places, slopes, _, k_descale, v_descale, *_ = tensors
         of = spec.attention
         unit, cap_in = score_units(of)
+        pairs = in_pairs(spec, q, k, v)
+        least_dims = 32 if pairs else 16  # of a tile: half of it, or all, are the 16 that the matrix units want
         arguments = (
             *tensors, *strides(q), *strides(k), *strides(v),
             *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
             of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k, spec.least, of.softmax_scale,
             max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right, of.head_dim, of.head_dim_v,
-            max(16, triton.next_power_of_2(of.head_dim)), max(16, triton.next_power_of_2(of.head_dim_v)),
+            *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
             of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
-            k.dtype == FP8 and q.dtype == torch.bfloat16,
-            k.dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_"), spec.programs > 0,
-            spec.early_merge,
+            k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.early_merge,
         )  # fmt: skip
         grid = spec.programs or spec.tasks
         return prepared(decode_kernel, q.device, grid, arguments, len(tensors), spec.tiles.options)
