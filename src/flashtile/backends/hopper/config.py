@@ -111,7 +111,7 @@ class BackwardTiles:
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, dv_first=True)
+BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, dv_first=True, tile_m=128)
 """16k tokens on an H200: V in one slot -2 to -4 %, three stages of queries 0 to -3 %, at S = 1k and 8k. dV first: S =
 2k, 8k and 16k full 423, 466, 473 -> 438, 481, 490 TFLOP/s, causal -2 % at 512 and 2k, +3 % at 8k."""
 BACKWARD_D128 = BackwardTiles(128, stages=2, key_stages=2, value_stages=1)
