@@ -197,6 +197,15 @@ def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero
 
 
 @gluon.jit
+def store_ds(warpgroup: gl.constexpr, part: gl.constexpr, ring, position, ds):
+    """Writes a part of dS^T for `dq_product`; returns the barrier at which to say that all of it is there."""
+    if part == 0:
+        ring.await_empty(position)
+    ds_part(ring, position, warpgroup, part).store(ds)
+    return ring.full.index(ring.slot(position))
+
+
+@gluon.jit
 def by_thread(dq):
     """(128, fours, 2, 2): a half of dQ as the threads of a warpgroup hold it, four numbers at a time."""
     D: gl.constexpr = dq.shape[1]
@@ -300,7 +309,8 @@ def begin_scores(
 ):
     """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own; with a
     soft cap, from 0."""
-    q_ring.await_full(position)
+    if part == 0:
+        q_ring.await_full(position)
     start = row_numbers(shifts, q_ring, position, part, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
     q = rows_of(q_ring, position, part)
@@ -310,7 +320,8 @@ def begin_scores(
 @gluon.jit
 def begin_dp(warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dout_ring, v_ring, layout: gl.constexpr):
     """Line 13: issues dP^T = V dO^T."""
-    dout_ring.await_full(position)
+    if part == 0:
+        dout_ring.await_full(position)
     v = matrix(v_ring.buffer(tile, warpgroup))
     dout = rows_of(dout_ring, position, part)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, layout)
@@ -398,8 +409,7 @@ def compute_loop(
                         p, warpgroup, 0, 0, s, dp, position, to_mask, entry, block * p.TILE_M,
                         q_ring, dout_ring, shifts, deltas, dk_desc.dtype, s_layout,
                     )  # fmt: skip
-                    ds_ring.await_empty(position)
-                    ds_part(ds_ring, position, warpgroup, 0).store(ds)
+                    store_ds(warpgroup, 0, ds_ring, position, ds)
                     s = begin_scores(p, warpgroup, 1, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                     dp = begin_dp(warpgroup, 1, position, anew(tile), dout_ring, v_ring, s_layout)
                     dout = rows_of(dout_ring, position, 0)
@@ -411,8 +421,7 @@ def compute_loop(
                     p, warpgroup, LAST, 2 * LAST, s, dp, position, to_mask, entry, block * p.TILE_M,
                     q_ring, dout_ring, shifts, deltas, dk_desc.dtype, s_layout,
                 )  # fmt: skip
-                full = ds_ring.await_empty(position)
-                ds_part(ds_ring, position, warpgroup, LAST).store(ds)
+                full = store_ds(warpgroup, LAST, ds_ring, position, ds)
                 fence_async_shared()
                 mbarrier.arrive(full)
                 if warpgroup == 0:
