@@ -309,12 +309,15 @@ def begin_scores(
 ):
     """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own; with a
     soft cap, from 0."""
+    FROM_SHIFTS: gl.constexpr = part == 0 and not p.SOFTCAP
     if part == 0:
         q_ring.await_full(position)
-    start = row_numbers(shifts, q_ring, position, part, layout)
+    start = gl.zeros([KEYS, QUERIES], gl.float32, layout)
+    if FROM_SHIFTS:
+        start = row_numbers(shifts, q_ring, position, part, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
     q = rows_of(q_ring, position, part)
-    return warpgroup_mma(k, q.permute((1, 0)), start, use_acc=not p.SOFTCAP, is_async=True)
+    return warpgroup_mma(k, q.permute((1, 0)), start, use_acc=FROM_SHIFTS, is_async=True)
 
 
 @gluon.jit
@@ -334,27 +337,38 @@ def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl
     capped = s
     if p.SOFTCAP:
         capped = tanh(s * p.cap_in)
-        s = capped + row_numbers(shifts, q_ring, position, part, layout)
+        s = capped
+    if part > 0 or p.SOFTCAP:
+        s = s + row_numbers(shifts, q_ring, position, part, layout)
     return gl.exp2(s * p.unit), capped
 
 
 @gluon.jit
 def probabilities_and_ds(
-    p, warpgroup: gl.constexpr, part: gl.constexpr, behind: gl.constexpr, s, dp, position, to_mask, entry, row,
-    q_ring, dout_ring, shifts, deltas, dtype: gl.constexpr, s_layout: gl.constexpr,
+    p, warpgroup: gl.constexpr, part: gl.constexpr, behind: gl.constexpr, s, dp, dv, has, position, to_mask, entry, row,
+    q_ring, dout_ring, ds_ring, shifts, deltas, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, while `behind` products go on that were
-    issued after those of S and dP."""
+    """Lines 11 and 14: P^T and dS^T of one part of a step, as left operands, while `behind` products go on that were
+    issued after those of S and dP. In a step of two parts also line 12, which is issued as soon as there is P, and goes
+    on while dS is computed and stored."""
+    DV_FIRST: gl.constexpr = p.PARTS == 2
     s = warpgroup_mma_wait(behind + 1, deps=(s,))
     probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row + part * QUERIES)
+    dout = rows_of(dout_ring, position, part)
+    if DV_FIRST:
+        left = gl.convert_layout(probs.to(dout.dtype), p_layout)
+        dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
     delta = row_numbers(deltas, dout_ring, position, part, s_layout)
-    dp, probs = warpgroup_mma_wait(behind, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
+    # P too, or dS would be begun before all of P is there
+    dp, probs = warpgroup_mma_wait(behind + DV_FIRST, deps=(dp, probs))
     ds = probs * (dp + delta)
     if p.SOFTCAP:
         ds *= 1 - capped * capped
-    return probs.to(dtype), ds.to(dtype)
+    probs, ds = probs.to(dout.dtype), ds.to(dout.dtype)
+    full = store_ds(warpgroup, part, ds_ring, position, ds)
+    return probs, ds, dv, full
 
 
 @gluon.jit
@@ -402,43 +416,35 @@ def compute_loop(
                     to_mask |= block >= gl.load(entry + FULL_END)
                 s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 dp = begin_dp(warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
-                has_part = has
+                has_dk = has
                 if p.PARTS == 2:
-                    # products of the first part go on while P and dS of the second are computed
-                    probs, ds = probabilities_and_ds(
-                        p, warpgroup, 0, 0, s, dp, position, to_mask, entry, block * p.TILE_M,
-                        q_ring, dout_ring, shifts, deltas, dk_desc.dtype, s_layout,
+                    s_next = begin_scores(p, warpgroup, 1, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                    probs, ds, dv, full = probabilities_and_ds(
+                        p, warpgroup, 0, 1, s, dp, dv, has, position, to_mask, entry, block * p.TILE_M,
+                        q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                     )  # fmt: skip
-                    store_ds(warpgroup, 0, ds_ring, position, ds)
-                    s = begin_scores(p, warpgroup, 1, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                    s = s_next
                     dp = begin_dp(warpgroup, 1, position, anew(tile), dout_ring, v_ring, s_layout)
-                    dout = rows_of(dout_ring, position, 0)
-                    dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
-                    q = rows_of(q_ring, position, 0)
-                    dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
-                    has_part = True
-                probs, ds = probabilities_and_ds(
-                    p, warpgroup, LAST, 2 * LAST, s, dp, position, to_mask, entry, block * p.TILE_M,
-                    q_ring, dout_ring, shifts, deltas, dk_desc.dtype, s_layout,
+                    dk = warpgroup_mma(gl.convert_layout(ds, p_layout), rows_of(q_ring, position, 0), dk, use_acc=has, is_async=True)
+                    has_dk = True
+                probs, ds, dv, full = probabilities_and_ds(
+                    p, warpgroup, LAST, LAST, s, dp, dv, has_dk, position, to_mask, entry, block * p.TILE_M,
+                    q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                 )  # fmt: skip
-                full = store_ds(warpgroup, LAST, ds_ring, position, ds)
                 fence_async_shared()
                 mbarrier.arrive(full)
                 if warpgroup == 0:
                     if position == first_step(q_ring):
                         pass_turn(0, WARPGROUPS)
                 # lines 12 and 16, and line 15 of the step before, whose dQ leaves while the last products run
-                dout = rows_of(dout_ring, position, LAST)
+                dout = rows_of(dout_ring, position, 0)
                 left = gl.convert_layout(probs, p_layout)
-                if DV_FIRST:
-                    dv = warpgroup_mma(left, dout, dv, use_acc=has_part, is_async=True)
                 ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
                 dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
-                if not DV_FIRST:
-                    dv = warpgroup_mma(left, dout, dv, use_acc=has_part, is_async=True)
-                q = rows_of(q_ring, position, LAST)
-                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has_part, is_async=True)
-                dq = warpgroup_mma_wait(1 if DV_FIRST else 2, deps=(dq,))
+                if p.PARTS == 1:
+                    dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
+                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), rows_of(q_ring, position, LAST), dk, use_acc=has_dk, is_async=True)
+                dq = warpgroup_mma_wait(3 - p.PARTS, deps=(dq,))
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
                     send_dq(p, dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
