@@ -5,8 +5,9 @@ warp loads by TMA, two warpgroups compute: each has half of the block's keys as 
 and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which all tiles of
 a head add up in float32 in global memory; in a fixed order (order.py) a warp for each warpgroup does that.
 
-Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head.
-A warpgroup's S^T, P^T, dP^T, dS^T: (KEYS, TILE_M) · dK, dV: (KEYS, D) · its part of dQ: (PART_M, PART_D).
+Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head,
+in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D) · its half of dQ:
+(QUERIES, HALF_D), one part of two, or half of the columns of the only one.
 """
 
 from triton.experimental import gluon
@@ -24,7 +25,7 @@ from .compat import add_async, aggregate, load_async, seen_as
 from .tile import matrix, pass_turn, store_rows, take_turn, tanh
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
-QUERIES = gl.constexpr(64)  # of a part of a step
+QUERIES = gl.constexpr(64)  # of one part of a step
 WARPGROUPS = gl.constexpr(2)
 
 
@@ -61,7 +62,7 @@ class Problem:
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
-    PARTS: gl.constexpr  # of a step: S and dP of QUERIES queries
+    PARTS: gl.constexpr  # of a step
 
     @gluon.constexpr_function
     def __init__(
@@ -82,7 +83,7 @@ class Problem:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.ORDERED = gl.constexpr(ORDERED)
-        self.PARTS = gl.constexpr(TILE_M // 64)
+        self.PARTS = gl.constexpr(TILE_M // QUERIES)
 
     @gluon.jit
     def tiles(self):
@@ -126,7 +127,7 @@ def first_step(ring):
 
 @gluon.jit
 def dq_position(position, warpgroup: gl.constexpr):
-    """Where a warpgroup's part of dQ of a step is in their ring, in which each has a slot."""
+    """Where a warpgroup's half of dQ of a step is in their ring, in which each has a slot."""
     return WARPGROUPS * position + warpgroup
 
 
@@ -184,8 +185,7 @@ def ds_part(ring, position, warpgroup: gl.constexpr, part: gl.constexpr):
 
 @gluon.jit
 def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
-    """Line 15: issues this warpgroup's half of dQ = dS K, over all keys of a tile: one part of two, or half of the
-    columns of the only one."""
+    """Line 15: issues this warpgroup's half of dQ = dS K, over all keys of a tile."""
     HALF_D: gl.constexpr = zero.shape[1]
     PART: gl.constexpr = warpgroup % p.PARTS
     dq = zero
@@ -194,15 +194,6 @@ def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero
         k = matrix(k_ring.buffer(tile, of)).slice(warpgroup // p.PARTS * HALF_D, HALF_D, dim=1)
         dq = warpgroup_mma(ds, k, dq, use_acc=of > 0, is_async=True)
     return dq
-
-
-@gluon.jit
-def store_ds(warpgroup: gl.constexpr, part: gl.constexpr, ring, position, ds):
-    """Writes a part of dS^T for `dq_product`; returns the barrier at which to say that all of it is there."""
-    if part == 0:
-        ring.await_empty(position)
-    ds_part(ring, position, warpgroup, part).store(ds)
-    return ring.full.index(ring.slot(position))
 
 
 @gluon.jit
@@ -216,7 +207,7 @@ def by_thread(dq):
 
 @gluon.jit
 def send_dq(p, dq, sums_desc, ring, position, row):
-    """Adds a part of dQ to the sums, or leaves that to `add_loop`: four numbers of each thread, then the next four;
+    """Adds a half of dQ to the sums, or leaves that to `add_loop`: four numbers of each thread, then the next four;
     `finish_kernel` puts it right.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
@@ -225,11 +216,11 @@ def send_dq(p, dq, sums_desc, ring, position, row):
     buffer = ring.buffer(position, 0)
     tma.store_wait(0)  # dQ of the step before, or dK, by the same buffer
     if p.ORDERED:
-        full = ring.await_empty(position)
+        ring.await_empty(position)
     buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
     fence_async_shared()
     if p.ORDERED:
-        mbarrier.arrive(full)
+        ring.fill(position)
     else:
         add_async(sums_desc, [row, 0], buffer)
 
@@ -267,7 +258,7 @@ def count_added(added_ptr):
 
 @gluon.jit
 def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr):
-    """The warp that adds a warpgroup's part of dQ of every step to the sums, in the order of the ranks: line 15.
+    """The warp that adds a warpgroup's half of dQ of every step to the sums, in the order of the ranks: line 15.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
@@ -306,9 +297,9 @@ def row_numbers(numbers, ring, position, part: gl.constexpr, layout: gl.constexp
 @gluon.jit
 def begin_scores(
     p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
-):
-    """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own; with a
-    soft cap, from 0."""
+):  # fmt: skip
+    """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own. From 0
+    with a soft cap, and in the second part: to load its registers ptxas would wait for the products of the first."""
     FROM_SHIFTS: gl.constexpr = part == 0 and not p.SOFTCAP
     if part == 0:
         q_ring.await_full(position)
@@ -337,9 +328,9 @@ def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl
     capped = s
     if p.SOFTCAP:
         capped = tanh(s * p.cap_in)
-        s = capped
-    if part > 0 or p.SOFTCAP:
-        s = s + row_numbers(shifts, q_ring, position, part, layout)
+    s = capped
+    if part == 1 or p.SOFTCAP:
+        s = capped + row_numbers(shifts, q_ring, position, part, layout)
     return gl.exp2(s * p.unit), capped
 
 
@@ -348,9 +339,8 @@ def probabilities_and_ds(
     p, warpgroup: gl.constexpr, part: gl.constexpr, behind: gl.constexpr, s, dp, dv, has, position, to_mask, entry, row,
     q_ring, dout_ring, ds_ring, shifts, deltas, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Lines 11 and 14: P^T and dS^T of one part of a step, as left operands, while `behind` products go on that were
-    issued after those of S and dP. In a step of two parts also line 12, which is issued as soon as there is P, and goes
-    on while dS is computed and stored."""
+    """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, dS^T also in its ring, while `behind`
+    products go on that were issued after S and dP. With two parts also line 12, as soon as P is there."""
     DV_FIRST: gl.constexpr = p.PARTS == 2
     s = warpgroup_mma_wait(behind + 1, deps=(s,))
     probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
@@ -367,14 +357,16 @@ def probabilities_and_ds(
     if p.SOFTCAP:
         ds *= 1 - capped * capped
     probs, ds = probs.to(dout.dtype), ds.to(dout.dtype)
-    full = store_ds(warpgroup, part, ds_ring, position, ds)
-    return probs, ds, dv, full
+    if part == 0:
+        ds_ring.await_empty(position)
+    ds_part(ds_ring, position, warpgroup, part).store(ds)
+    return probs, ds, dv
 
 
 @gluon.jit
 def compute_loop(
     warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring,
-    shifts, deltas, DV_FIRST: gl.constexpr,
+    shifts, deltas,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
@@ -416,35 +408,37 @@ def compute_loop(
                     to_mask |= block >= gl.load(entry + FULL_END)
                 s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 dp = begin_dp(warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
-                has_dk = has
+                has_last = has
                 if p.PARTS == 2:
-                    s_next = begin_scores(p, warpgroup, 1, position, anew(tile), q_ring, k_ring, shifts, s_layout)
-                    probs, ds, dv, full = probabilities_and_ds(
+                    # the first part's products go on while P and dS of the last are computed
+                    s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                    probs, ds, dv = probabilities_and_ds(
                         p, warpgroup, 0, 1, s, dp, dv, has, position, to_mask, entry, block * p.TILE_M,
                         q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                     )  # fmt: skip
-                    s = s_next
-                    dp = begin_dp(warpgroup, 1, position, anew(tile), dout_ring, v_ring, s_layout)
-                    dk = warpgroup_mma(gl.convert_layout(ds, p_layout), rows_of(q_ring, position, 0), dk, use_acc=has, is_async=True)
-                    has_dk = True
-                probs, ds, dv, full = probabilities_and_ds(
-                    p, warpgroup, LAST, LAST, s, dp, dv, has_dk, position, to_mask, entry, block * p.TILE_M,
+                    s = s_last
+                    dp = begin_dp(warpgroup, LAST, position, anew(tile), dout_ring, v_ring, s_layout)
+                    q = rows_of(q_ring, position, 0)
+                    dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
+                    has_last = True
+                probs, ds, dv = probabilities_and_ds(
+                    p, warpgroup, LAST, LAST, s, dp, dv, has_last, position, to_mask, entry, block * p.TILE_M,
                     q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                 )  # fmt: skip
                 fence_async_shared()
-                mbarrier.arrive(full)
+                ds_ring.fill(position)
                 if warpgroup == 0:
                     if position == first_step(q_ring):
                         pass_turn(0, WARPGROUPS)
-                # lines 12 and 16, and line 15 of the step before, whose dQ leaves while the last products run
-                dout = rows_of(dout_ring, position, 0)
-                left = gl.convert_layout(probs, p_layout)
+                # line 15 of the step before, whose dQ leaves while the last products run, and lines 12 and 16
                 ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
                 dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
                 if p.PARTS == 1:
-                    dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
-                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), rows_of(q_ring, position, LAST), dk, use_acc=has_dk, is_async=True)
-                dq = warpgroup_mma_wait(3 - p.PARTS, deps=(dq,))
+                    dout = rows_of(dout_ring, position, 0)
+                    dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
+                q = rows_of(q_ring, position, LAST)
+                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has_last, is_async=True)
+                dq = warpgroup_mma_wait(1 if p.PARTS == 2 else 2, deps=(dq,))
                 ds_ring.release(position - 1, pred=position > first_step(q_ring))
                 if position > first_step(q_ring):
                     send_dq(p, dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
@@ -480,7 +474,7 @@ def backward_kernel(
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DV_FIRST: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`.
 
@@ -502,18 +496,18 @@ def backward_kernel(
     if not p.ORDERED:
         gl.warp_specialize([
             (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
             (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
             (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
             (add_loop, (0, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),

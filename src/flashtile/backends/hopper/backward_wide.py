@@ -44,7 +44,7 @@ from .tile import matrix, pass_turn, store_rows, take_turn
 
 @gluon.jit
 def add_from_registers(dq, dq_ptr):
-    """Adds a part of dQ to the sums, as backward.py does by way of a buffer, for which there is no shared memory."""
+    """Adds a half of dQ to the sums, as backward.py does by way of a buffer, for which there is no shared memory."""
     x = by_thread(dq)
     even, odd = gl.split(x)
     even_low, even_high = gl.split(even)
