@@ -336,23 +336,23 @@ def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl
 
 @gluon.jit
 def probabilities_and_ds(
-    p, warpgroup: gl.constexpr, part: gl.constexpr, behind: gl.constexpr, s, dp, dv, has, position, to_mask, entry, row,
+    p, warpgroup: gl.constexpr, part: gl.constexpr, s, dp, dv, has, position, to_mask, entry, row,
     q_ring, dout_ring, ds_ring, shifts, deltas, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, dS^T also in its ring, while `behind`
-    products go on that were issued after S and dP. With two parts also line 12, as soon as P is there."""
-    DV_FIRST: gl.constexpr = p.PARTS == 2
-    s = warpgroup_mma_wait(behind + 1, deps=(s,))
+    """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, dS^T also in its ring. With two parts
+    also line 12, as soon as P is there."""
+    BEHIND: gl.constexpr = p.PARTS - 1  # products issued after dP: S of the last part, or dK of the first
+    s = warpgroup_mma_wait(1 + BEHIND, deps=(s,))
     probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row + part * QUERIES)
     dout = rows_of(dout_ring, position, part)
-    if DV_FIRST:
+    if p.PARTS == 2:
         left = gl.convert_layout(probs.to(dout.dtype), p_layout)
         dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
     delta = row_numbers(deltas, dout_ring, position, part, s_layout)
     # P too, or dS would be begun before all of P is there
-    dp, probs = warpgroup_mma_wait(behind + DV_FIRST, deps=(dp, probs))
+    dp, probs = warpgroup_mma_wait(2 * BEHIND, deps=(dp, probs))
     ds = probs * (dp + delta)
     if p.SOFTCAP:
         ds *= 1 - capped * capped
@@ -413,7 +413,7 @@ def compute_loop(
                     # the first part's products go on while P and dS of the last are computed
                     s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                     probs, ds, dv = probabilities_and_ds(
-                        p, warpgroup, 0, 1, s, dp, dv, has, position, to_mask, entry, block * p.TILE_M,
+                        p, warpgroup, 0, s, dp, dv, has, position, to_mask, entry, block * p.TILE_M,
                         q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                     )  # fmt: skip
                     s = s_last
@@ -422,7 +422,7 @@ def compute_loop(
                     dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
                     has_last = True
                 probs, ds, dv = probabilities_and_ds(
-                    p, warpgroup, LAST, LAST, s, dp, dv, has_last, position, to_mask, entry, block * p.TILE_M,
+                    p, warpgroup, LAST, s, dp, dv, has_last, position, to_mask, entry, block * p.TILE_M,
                     q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                 )  # fmt: skip
                 fence_async_shared()
