@@ -206,9 +206,8 @@ def by_thread(dq):
 
 
 @gluon.jit
-def send_dq(p, dq, sums_desc, ring, position, row):
-    """Adds a half of dQ to the sums, or leaves that to `add_loop`: four numbers of each thread, then the next four;
-    `finish_kernel` puts it right.
+def put_dq(p, dq, ring, position):
+    """Writes a half of dQ to its buffer: four numbers of each thread, then the next four; `finish_kernel` puts it right.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """
@@ -218,11 +217,19 @@ def send_dq(p, dq, sums_desc, ring, position, row):
     if p.ORDERED:
         ring.await_empty(position)
     buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
+
+
+@gluon.jit
+def send_dq(p, sums_desc, ring, position, row):
+    """Adds the half of dQ that lies in the buffer to the sums, or leaves that to `add_loop`.
+
+    A step after it was written: the fence would else wait for the writes, and the next step for the fence.
+    """
     fence_async_shared()
     if p.ORDERED:
         ring.fill(position)
     else:
-        add_async(sums_desc, [row, 0], buffer)
+        add_async(sums_desc, [row, 0], ring.buffer(position, 0))
 
 
 @gluon.jit
@@ -389,7 +396,8 @@ def compute_loop(
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
     keys_buffer = seen_as(dq_ring.buffers.index(warpgroup).slice(0, SUMS_ROWS // p.PARTS), dk_desc)
-    sums_row = 0  # of the step before
+    sums_row = -1  # of the step before
+    row_written = -1  # of the step whose dQ lies in the buffer, if any
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
@@ -409,6 +417,8 @@ def compute_loop(
                 s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 dp = begin_dp(warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
                 has_last = has
+                if row_written >= 0:
+                    send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
                 if p.PARTS == 2:
                     # the first part's products go on while P and dS of the last are computed
                     s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
@@ -425,33 +435,37 @@ def compute_loop(
                     p, warpgroup, LAST, s, dp, dv, has_last, position, to_mask, entry, block * p.TILE_M,
                     q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                 )  # fmt: skip
-                fence_async_shared()
-                ds_ring.fill(position)
-                if warpgroup == 0:
-                    if position == first_step(q_ring):
-                        pass_turn(0, WARPGROUPS)
                 # line 15 of the step before, whose dQ leaves while the last products run, and lines 12 and 16
-                ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
+                ds_ring.await_full(position - 1, pred=sums_row >= 0)
                 dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
                 if p.PARTS == 1:
                     dout = rows_of(dout_ring, position, 0)
                     dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
                 q = rows_of(q_ring, position, LAST)
                 dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has_last, is_async=True)
+                fence_async_shared()
+                ds_ring.fill(position)
+                if warpgroup == 0:
+                    if sums_row < 0:
+                        pass_turn(0, WARPGROUPS)
                 dq = warpgroup_mma_wait(1 if p.PARTS == 2 else 2, deps=(dq,))
-                ds_ring.release(position - 1, pred=position > first_step(q_ring))
-                if position > first_step(q_ring):
-                    send_dq(p, dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
+                ds_ring.release(position - 1, pred=sums_row >= 0)
+                if sums_row >= 0:
+                    put_dq(p, dq, dq_ring, dq_position(position - 1, warpgroup))
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
                 q_ring.release(position)
                 dout_ring.release(position)
                 tile_before = tile
+                row_written = sums_row
                 sums_row = (((head + i) * p.row_blocks + block) * WARPGROUPS + warpgroup) * SUMS_ROWS
                 has = True
                 position += 1
         v_ring.release(tile)
+        if row_written >= 0:
+            send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
+            row_written = -1
         # line 18, by way of the buffer of dQ
         if p.ORDERED:
             dq_ring.await_empty(dq_position(position - 1, warpgroup))
@@ -464,7 +478,8 @@ def compute_loop(
     ds_ring.await_full(position - 1)
     dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    send_dq(p, dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
+    put_dq(p, dq, dq_ring, dq_position(position - 1, warpgroup))
+    send_dq(p, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
     tma.store_wait(0)
 
 
