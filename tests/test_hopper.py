@@ -62,28 +62,31 @@ def test_every_tile_of_the_backward_pass_is_scheduled_once(seqlen_q, seqlen_k, l
     assert all(lists)
 
 
-@given(lengths, lengths, windows, windows, st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 1)]))
-def test_every_tile_has_its_place_in_the_order(seqlen_q, seqlen_k, left, right, batch, heads):
+@given(
+    lengths, lengths, windows, windows, st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    st.sampled_from([64, 128]),
+)  # fmt: skip
+def test_every_tile_has_its_place_in_the_order(seqlen_q, seqlen_k, left, right, batch, heads, tile_m):
     case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch, left=left, right=right)
-    lists, turns, ranks = order(case, 128, 64, PROGRAMS)
+    lists, turns, ranks = order(case, 128, tile_m, PROGRAMS)
     assert len(lists) <= PROGRAMS
     assert all(lists)
     n_blocks = len(turns)
     tiles = [tile for program in lists for tile in program]
     assert sorted(tiles) == [(head, n_block) for head in range(batch * heads[1]) for n_block in range(n_blocks)]
-    row_blocks = -(-seqlen_q // 64)
+    row_blocks = -(-seqlen_q // tile_m)
     ranks_of = {}  # (query head of a group, block of queries): the ranks of its tiles
     for n_block in range(n_blocks):
-        for step, at in enumerate(steps(case, n_block, turns[n_block])):
+        for step, at in enumerate(steps(case, n_block, turns[n_block], tile_m)):
             ranks_of.setdefault(at, []).append(int(ranks[n_block, step]))
     assert len(ranks_of) <= case.group * row_blocks
     assert all(sorted(found) == list(range(len(found))) for found in ranks_of.values())
-    assert finished(case, 128, 64) > 0  # none waits for ever
+    assert finished(case, 128, tile_m) > 0  # none waits for ever
 
 
-def steps(case, n_block, turn):
+def steps(case, n_block, turn, tile_m):
     """(query head of a group, block of queries) of each step of a tile."""
-    first, end, *_ = query_blocks(case, n_block, 128, 64)
+    first, end, *_ = query_blocks(case, n_block, 128, tile_m)
     return [(head, int(block)) for head in range(case.group) for block in visits(first, end, turn)]
 
 
@@ -96,7 +99,7 @@ def finished(case, keys, tile_m, add_time=0.5):
     def program(tiles):
         computed = adding = done = 0.0
         for head, n_block in tiles:
-            for step, at in enumerate(steps(case, n_block, turns[n_block])):
+            for step, at in enumerate(steps(case, n_block, turns[n_block], tile_m)):
                 rank = int(ranks[n_block, step])
                 while rank and (head, at, rank - 1) not in added:
                     yield
@@ -117,11 +120,13 @@ def finished(case, keys, tile_m, add_time=0.5):
 
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096])
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
-def test_the_order_takes_hardly_longer(seqlen, right):
+@pytest.mark.parametrize("tile_m", [64, 128])
+def test_the_order_takes_hardly_longer(seqlen, right, tile_m):
     case = spec((seqlen, seqlen), (16, 16), (128, 128), BF16, batch=16384 // seqlen, right=right)
-    cost = tile_costs(case, 128, 64)
-    without = max(sum(cost[n_block] for _, n_block in tiles) for tiles in backward_schedule(case, 128, 64, PROGRAMS))
-    assert finished(case, 128, 64) <= 1.05 * without
+    cost = tile_costs(case, 128, tile_m)
+    lists = backward_schedule(case, 128, tile_m, PROGRAMS)
+    without = max(sum(cost[n_block] for _, n_block in tiles) for tiles in lists)
+    assert finished(case, 128, tile_m) <= 1.05 * without
 
 
 @given(lengths, lengths, windows, windows, st.sampled_from([64, 128]))

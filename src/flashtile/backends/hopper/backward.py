@@ -5,8 +5,9 @@ warp loads by TMA, two warpgroups compute: each has half of the block's keys as 
 and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which all tiles of
 a head add up in float32 in global memory; in a fixed order (order.py) a warp for each warpgroup does that.
 
-Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head.
-A warpgroup's S^T, P^T, dP^T, dS^T: (KEYS, TILE_M) · dK, dV: (KEYS, D) · its part of dQ: (PART_M, PART_D).
+Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head,
+in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D) · its half of dQ:
+(QUERIES, HALF_D), one part of two, or half of the columns of the only one.
 """
 
 from triton.experimental import gluon
@@ -24,6 +25,7 @@ from .compat import add_async, aggregate, load_async, seen_as
 from .tile import matrix, pass_turn, store_rows, take_turn, tanh
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
+QUERIES = gl.constexpr(64)  # of one part of a step
 WARPGROUPS = gl.constexpr(2)
 
 
@@ -60,6 +62,7 @@ class Problem:
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
+    PARTS: gl.constexpr  # of a step
 
     @gluon.constexpr_function
     def __init__(
@@ -80,6 +83,7 @@ class Problem:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.ORDERED = gl.constexpr(ORDERED)
+        self.PARTS = gl.constexpr(TILE_M // QUERIES)
 
     @gluon.jit
     def tiles(self):
@@ -123,7 +127,7 @@ def first_step(ring):
 
 @gluon.jit
 def dq_position(position, warpgroup: gl.constexpr):
-    """Where a warpgroup's part of dQ of a step is in their ring, in which each has a slot."""
+    """Where a warpgroup's half of dQ of a step is in their ring, in which each has a slot."""
     return WARPGROUPS * position + warpgroup
 
 
@@ -156,8 +160,8 @@ def mask(p, probs, entry, key, row):
     """P^T with 0 where query row + j does not see key + i of the tile: limits in a register per key, queries as
     constants."""
     keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, probs.type.layout))
-    queries = gl.arange(0, p.TILE_M, gl.SliceLayout(0, probs.type.layout))
-    first = gl.where(keys < gl.load(entry + KEYS_HERE), 0, p.TILE_M)
+    queries = gl.arange(0, QUERIES, gl.SliceLayout(0, probs.type.layout))
+    first = gl.where(keys < gl.load(entry + KEYS_HERE), 0, QUERIES)
     if p.HAS_RIGHT:
         first = gl.maximum(first, keys + (gl.load(entry + RIGHT_EDGE) - row))
     probs = gl.where(queries[None, :] >= first[:, None], probs, 0.0)
@@ -168,31 +172,42 @@ def mask(p, probs, entry, key, row):
 
 
 @gluon.jit
-def dq_product(warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
-    """Line 15: issues this warpgroup's half of the columns of dQ = dS K, over all keys of a tile."""
-    PART_D: gl.constexpr = zero.shape[1]
+def rows_of(ring, position, part: gl.constexpr):
+    """(QUERIES, D): one part of a block of Q or dO."""
+    return matrix(ring.buffer(position, 0)).slice(part * QUERIES, QUERIES)
+
+
+@gluon.jit
+def ds_part(ring, position, warpgroup: gl.constexpr, part: gl.constexpr):
+    """(KEYS, QUERIES): dS^T of the keys of a warpgroup and one part of a step."""
+    return ring.buffer(position, warpgroup).slice(part * QUERIES, QUERIES, dim=1)
+
+
+@gluon.jit
+def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
+    """Line 15: issues this warpgroup's half of dQ = dS K, over all keys of a tile."""
+    HALF_D: gl.constexpr = zero.shape[1]
+    PART: gl.constexpr = warpgroup % p.PARTS
     dq = zero
-    for part in gl.static_range(WARPGROUPS):
-        ds = ds_ring.buffer(position, part).permute((1, 0))
-        k = matrix(k_ring.buffer(tile, part)).slice(warpgroup * PART_D, PART_D, dim=1)
-        dq = warpgroup_mma(ds, k, dq, use_acc=part > 0, is_async=True)
+    for of in gl.static_range(WARPGROUPS):
+        ds = ds_part(ds_ring, position, of, PART).permute((1, 0))
+        k = matrix(k_ring.buffer(tile, of)).slice(warpgroup // p.PARTS * HALF_D, HALF_D, dim=1)
+        dq = warpgroup_mma(ds, k, dq, use_acc=of > 0, is_async=True)
     return dq
 
 
 @gluon.jit
 def by_thread(dq):
-    """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
-    M: gl.constexpr = dq.shape[0]
+    """(128, fours, 2, 2): a half of dQ as the threads of a warpgroup hold it, four numbers at a time."""
     D: gl.constexpr = dq.shape[1]
-    # rows are (repeat, warp, half, lane // 4), columns (eight, lane % 4, parity)
-    x = dq.reshape([M // 64, 4, 2, 8, D // 8, 4, 2]).permute((1, 3, 5, 0, 4, 2, 6))
-    return x.reshape([128, M * D // 512, 2, 2])
+    # rows are (warp, half, lane // 4), columns (eight, lane % 4, parity)
+    x = dq.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 2, 4, 3, 1, 5))
+    return x.reshape([128, D // 8, 2, 2])
 
 
 @gluon.jit
-def send_dq(p, dq, sums_desc, ring, position, row):
-    """Adds a part of dQ to the sums, or leaves that to `add_loop`: four numbers of each thread, then the next four;
-    `finish_kernel` puts it right.
+def put_dq(p, dq, ring, position):
+    """Writes a half of dQ to its buffer: four numbers of each thread, then the next four; `finish_kernel` puts it right.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """
@@ -200,13 +215,21 @@ def send_dq(p, dq, sums_desc, ring, position, row):
     buffer = ring.buffer(position, 0)
     tma.store_wait(0)  # dQ of the step before, or dK, by the same buffer
     if p.ORDERED:
-        full = ring.await_empty(position)
+        ring.await_empty(position)
     buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
+
+
+@gluon.jit
+def send_dq(p, sums_desc, ring, position, row):
+    """Adds the half of dQ that lies in the buffer to the sums, or leaves that to `add_loop`.
+
+    A step after it was written: the fence would else wait for the writes, and the next step for the fence.
+    """
     fence_async_shared()
     if p.ORDERED:
-        mbarrier.arrive(full)
+        ring.fill(position)
     else:
-        add_async(sums_desc, [row, 0], buffer)
+        add_async(sums_desc, [row, 0], ring.buffer(position, 0))
 
 
 @gluon.jit
@@ -242,7 +265,7 @@ def count_added(added_ptr):
 
 @gluon.jit
 def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr):
-    """The warp that adds a warpgroup's part of dQ of every step to the sums, in the order of the ranks: line 15.
+    """The warp that adds a warpgroup's half of dQ of every step to the sums, in the order of the ranks: line 15.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
@@ -271,61 +294,86 @@ def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, 
 
 
 @gluon.jit
-def row_numbers(p, numbers, ring, position, layout: gl.constexpr):
-    """(KEYS, TILE_M): the shifts or deltas of a step, which is loaded."""
-    row = numbers.index(ring.slot(position)).load(gl.SliceLayout(0, layout))
-    everywhere, _ = gl.broadcast(row[None, :], gl.zeros([KEYS, p.TILE_M], gl.float32, layout))
+def row_numbers(numbers, ring, position, part: gl.constexpr, layout: gl.constexpr):
+    """(KEYS, QUERIES): the shifts or deltas of a part of a step, which is loaded."""
+    row = numbers.index(ring.slot(position)).slice(part * QUERIES, QUERIES).load(gl.SliceLayout(0, layout))
+    everywhere, _ = gl.broadcast(row[None, :], gl.zeros([KEYS, QUERIES], gl.float32, layout))
     return everywhere
 
 
 @gluon.jit
-def begin_scores(p, warpgroup: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr):
-    """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own; with a
-    soft cap, from 0."""
-    q_ring.await_full(position)
-    start = row_numbers(p, shifts, q_ring, position, layout)
+def begin_scores(
+    p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
+):  # fmt: skip
+    """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own. From 0
+    with a soft cap, and in the second part: to load its registers ptxas would wait for the products of the first."""
+    FROM_SHIFTS: gl.constexpr = part == 0 and not p.SOFTCAP
+    if part == 0:
+        q_ring.await_full(position)
+    start = gl.zeros([KEYS, QUERIES], gl.float32, layout)
+    if FROM_SHIFTS:
+        start = row_numbers(shifts, q_ring, position, part, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
-    q = matrix(q_ring.buffer(position, 0))
-    return warpgroup_mma(k, q.permute((1, 0)), start, use_acc=not p.SOFTCAP, is_async=True)
+    q = rows_of(q_ring, position, part)
+    return warpgroup_mma(k, q.permute((1, 0)), start, use_acc=FROM_SHIFTS, is_async=True)
 
 
 @gluon.jit
-def probabilities(p, s, shifts, q_ring, position, layout: gl.constexpr):
+def begin_dp(warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dout_ring, v_ring, layout: gl.constexpr):
+    """Line 13: issues dP^T = V dO^T."""
+    if part == 0:
+        dout_ring.await_full(position)
+    v = matrix(v_ring.buffer(tile, warpgroup))
+    dout = rows_of(dout_ring, position, part)
+    zero = gl.zeros([KEYS, QUERIES], gl.float32, layout)
+    return warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl.constexpr):
     """Line 11: (P^T, the tanh of the scores if there is a soft cap), of scores from `begin_scores`."""
     capped = s
     if p.SOFTCAP:
         capped = tanh(s * p.cap_in)
-        s = capped + row_numbers(p, shifts, q_ring, position, layout)
+    s = capped
+    if part == 1 or p.SOFTCAP:
+        s = capped + row_numbers(shifts, q_ring, position, part, layout)
     return gl.exp2(s * p.unit), capped
 
 
 @gluon.jit
 def probabilities_and_ds(
-    p, warpgroup: gl.constexpr, s, position, tile, to_mask, entry, row, q_ring, dout_ring, v_ring, shifts, deltas,
-    s_layout: gl.constexpr,
+    p, warpgroup: gl.constexpr, part: gl.constexpr, s, dp, dv, has, position, to_mask, entry, row,
+    q_ring, dout_ring, ds_ring, shifts, deltas, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """Lines 11, 13 and 14: P^T and dS^T of one block of queries, in the dtype of q."""
-    zero = gl.zeros([KEYS, p.TILE_M], gl.float32, s_layout)
-    dout_ring.await_full(position)
-    dout = matrix(dout_ring.buffer(position, 0))
-    v = matrix(v_ring.buffer(tile, warpgroup))
-    dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    probs, capped = probabilities(p, s, shifts, q_ring, position, s_layout)
+    """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, dS^T also in its ring. With two parts
+    also line 12, as soon as P is there."""
+    BEHIND: gl.constexpr = p.PARTS - 1  # products issued after dP: S of the last part, or dK of the first
+    s = warpgroup_mma_wait(1 + BEHIND, deps=(s,))
+    probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
     if to_mask:
-        probs = mask(p, probs, entry, warpgroup * KEYS, row)
-    delta = row_numbers(p, deltas, dout_ring, position, s_layout)
-    dp, probs = warpgroup_mma_wait(0, deps=(dp, probs))  # P too, or dS would be begun before all of P is there
+        probs = mask(p, probs, entry, warpgroup * KEYS, row + part * QUERIES)
+    dout = rows_of(dout_ring, position, part)
+    if p.PARTS == 2:
+        left = gl.convert_layout(probs.to(dout.dtype), p_layout)
+        dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
+    delta = row_numbers(deltas, dout_ring, position, part, s_layout)
+    # P too, or dS would be begun before all of P is there
+    dp, probs = warpgroup_mma_wait(2 * BEHIND, deps=(dp, probs))
     ds = probs * (dp + delta)
     if p.SOFTCAP:
         ds *= 1 - capped * capped
-    return probs.to(dout.dtype), ds.to(dout.dtype)
+    probs, ds = probs.to(dout.dtype), ds.to(dout.dtype)
+    if part == 0:
+        ds_ring.await_empty(position)
+    ds_part(ds_ring, position, warpgroup, part).store(ds)
+    return probs, ds, dv
 
 
 @gluon.jit
 def compute_loop(
     warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring,
-    shifts, deltas, DV_FIRST: gl.constexpr,
+    shifts, deltas,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
@@ -333,11 +381,13 @@ def compute_loop(
     apart, has its dS.
     """
     DIM: gl.constexpr = dk_desc.block_shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
+    HALF_D: gl.constexpr = DIM * p.PARTS // WARPGROUPS
+    LAST: gl.constexpr = p.PARTS - 1
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    dq_zero = gl.zeros([p.TILE_M, DIM // 2], gl.float32, dq_layout)
+    dq_zero = gl.zeros([QUERIES, HALF_D], gl.float32, dq_layout)
     dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
     entry, n_tiles = p.tiles()
@@ -345,8 +395,9 @@ def compute_loop(
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    keys_buffer = seen_as(dq_ring.buffers.index(warpgroup), dk_desc)
-    sums_row = 0  # of the step before
+    keys_buffer = seen_as(dq_ring.buffers.index(warpgroup).slice(0, SUMS_ROWS // p.PARTS), dk_desc)
+    sums_row = -1  # of the step before
+    row_written = -1  # of the step whose dQ lies in the buffer, if any
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
@@ -363,43 +414,58 @@ def compute_loop(
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
-                s = begin_scores(p, warpgroup, position, anew(tile), q_ring, k_ring, shifts, s_layout)
-                probs, ds = probabilities_and_ds(
-                    p, warpgroup, s, position, anew(tile), to_mask, entry, block * p.TILE_M,
-                    q_ring, dout_ring, v_ring, shifts, deltas, s_layout,
+                s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                dp = begin_dp(warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
+                has_last = has
+                if row_written >= 0:
+                    send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
+                if p.PARTS == 2:
+                    # the first part's products go on while P and dS of the last are computed
+                    s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                    probs, ds, dv = probabilities_and_ds(
+                        p, warpgroup, 0, s, dp, dv, has, position, to_mask, entry, block * p.TILE_M,
+                        q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
+                    )  # fmt: skip
+                    s = s_last
+                    dp = begin_dp(warpgroup, LAST, position, anew(tile), dout_ring, v_ring, s_layout)
+                    q = rows_of(q_ring, position, 0)
+                    dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
+                    has_last = True
+                probs, ds, dv = probabilities_and_ds(
+                    p, warpgroup, LAST, s, dp, dv, has_last, position, to_mask, entry, block * p.TILE_M,
+                    q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                 )  # fmt: skip
-                full = ds_ring.await_empty(position)
-                ds_ring.buffer(position, warpgroup).store(ds)
+                # line 15 of the step before, whose dQ leaves while the last products run, and lines 12 and 16
+                ds_ring.await_full(position - 1, pred=sums_row >= 0)
+                dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
+                if p.PARTS == 1:
+                    dout = rows_of(dout_ring, position, 0)
+                    dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
+                q = rows_of(q_ring, position, LAST)
+                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has_last, is_async=True)
                 fence_async_shared()
-                mbarrier.arrive(full)
+                ds_ring.fill(position)
                 if warpgroup == 0:
-                    if position == first_step(q_ring):
+                    if sums_row < 0:
                         pass_turn(0, WARPGROUPS)
-                # lines 12 and 16, and line 15 of the step before, whose dQ leaves while the last products run
-                dout = matrix(dout_ring.buffer(position, 0))
-                left = gl.convert_layout(probs, p_layout)
-                if DV_FIRST:
-                    dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
-                ds_ring.await_full(position - 1, pred=position > first_step(q_ring))
-                dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
-                if not DV_FIRST:
-                    dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
-                q = matrix(q_ring.buffer(position, 0))
-                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
-                dq = warpgroup_mma_wait(1 if DV_FIRST else 2, deps=(dq,))
-                ds_ring.release(position - 1, pred=position > first_step(q_ring))
-                if position > first_step(q_ring):
-                    send_dq(p, dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
+                dq = warpgroup_mma_wait(1 if p.PARTS == 2 else 2, deps=(dq,))
+                ds_ring.release(position - 1, pred=sums_row >= 0)
+                if sums_row >= 0:
+                    put_dq(p, dq, dq_ring, dq_position(position - 1, warpgroup))
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
                 q_ring.release(position)
                 dout_ring.release(position)
                 tile_before = tile
+                row_written = sums_row
                 sums_row = (((head + i) * p.row_blocks + block) * WARPGROUPS + warpgroup) * SUMS_ROWS
                 has = True
                 position += 1
         v_ring.release(tile)
+        if row_written >= 0:
+            send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
+            row_written = -1
         # line 18, by way of the buffer of dQ
         if p.ORDERED:
             dq_ring.await_empty(dq_position(position - 1, warpgroup))
@@ -410,9 +476,10 @@ def compute_loop(
         tile += 1
         entry += FIELDS
     ds_ring.await_full(position - 1)
-    dq = dq_product(warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
+    dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    send_dq(p, dq, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
+    put_dq(p, dq, dq_ring, dq_position(position - 1, warpgroup))
+    send_dq(p, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
     tma.store_wait(0)
 
 
@@ -422,7 +489,7 @@ def backward_kernel(
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DV_FIRST: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`.
 
@@ -444,18 +511,18 @@ def backward_kernel(
     if not p.ORDERED:
         gl.warp_specialize([
             (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
             (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
             (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, DV_FIRST)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
             (add_loop, (0, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),

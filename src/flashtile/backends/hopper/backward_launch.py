@@ -34,7 +34,7 @@ def row_blocks(spec: AttentionSpec, tiles: config.BackwardTiles) -> int:
 
 @functools.cache
 def plain_layout(rank: int) -> gl.NVMMASharedLayout:
-    """How float32 lies in shared memory as in global memory: a block of shifts or deltas, or a part of dQ."""
+    """How float32 lies in shared memory as in global memory: a block of shifts or deltas, or a half of dQ."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
@@ -42,7 +42,7 @@ SUMS_WIDTH = 256  # as wide as a copy may be
 
 
 def sums_box(tiles: config.BackwardTiles) -> tuple[int, int]:
-    """One warpgroup's part of dQ of a step, in rows of the sums."""
+    """One warpgroup's half of dQ of a step, in rows of the sums."""
     return tiles.tile_m * tiles.head_dim // 2 // SUMS_WIDTH, SUMS_WIDTH
 
 
@@ -82,7 +82,7 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         factor * LOG2E, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
-        tiles.compute_registers, tiles.load_registers, *(() if tiles.wide else (tiles.dv_first,)),
+        tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 
 

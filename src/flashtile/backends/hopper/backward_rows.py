@@ -55,10 +55,11 @@ def finish_kernel(
     """dQ in the dtype and layout of q, from its sums in the order in which `send_dq` leaves them."""
     _, head, batch, block = place(row_blocks, heads_q)
     x = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (TILE_M * DIM) + tl.arange(0, TILE_M * DIM))
-    # half of the columns, repeat, eight, warp, lane // 4, lane % 4, half of 16 rows, parity
-    x = x.reshape([2, TILE_M // 64, DIM // 16, 4, 8, 4, 2, 2])
-    # to rows: (repeat, warp, half, lane // 4), columns: (half, eight, lane % 4, parity)
-    x = x.permute((1, 3, 6, 4, 0, 2, 5, 7))
+    # of two parts or of the columns a half, eight, warp, lane // 4, lane % 4, half of 16 rows, parity
+    PARTS: tl.constexpr = TILE_M // 64
+    x = x.reshape([PARTS, 2 // PARTS, DIM * PARTS // 16, 4, 8, 4, 2, 2])
+    # to rows: (part, warp, half, lane // 4), columns: (half, eight, lane % 4, parity)
+    x = x.permute((0, 3, 6, 4, 1, 2, 5, 7))
     x = x.reshape([TILE_M, DIM]) * softmax_scale
     row = block * TILE_M + tl.arange(0, TILE_M)
     dims = tl.arange(0, DIM)

@@ -44,7 +44,7 @@ from .tile import matrix, pass_turn, store_rows, take_turn
 
 @gluon.jit
 def add_from_registers(dq, dq_ptr):
-    """Adds a part of dQ to the sums, as backward.py does by way of a buffer, for which there is no shared memory."""
+    """Adds a half of dQ to the sums, as backward.py does by way of a buffer, for which there is no shared memory."""
     x = by_thread(dq)
     even, odd = gl.split(x)
     even_low, even_high = gl.split(even)
@@ -94,9 +94,9 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 block = p.turned(j, first, end, turn)
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 10 and 11
-                s = begin_scores(p, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                s = begin_scores(p, 0, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 s = warpgroup_mma_wait(0, deps=(s,))
-                probs, capped = probabilities(p, s, shifts, q_ring, position, s_layout)
+                probs, capped = probabilities(p, s, 0, shifts, q_ring, position, s_layout)
                 q_ring.release(position)
                 to_mask = block < full_first
                 if p.HAS_LEFT:
@@ -166,7 +166,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 13 and 14
                 dout_ring.await_full(position)
-                start = row_numbers(p, deltas, dout_ring, position, s_layout)
+                start = row_numbers(deltas, dout_ring, position, 0, s_layout)
                 dout = matrix(dout_ring.buffer(position, 0))
                 v = matrix(v_ring.buffer(anew(tile), 0))
                 dp = warpgroup_mma(v, dout.permute((1, 0)), start, use_acc=True, is_async=True)

@@ -41,6 +41,11 @@ class Ring:
         return self.full.index(slot)
 
     @gluon.jit
+    def fill(self, position):
+        """Producer: what this warpgroup writes to the slot is there."""
+        mbarrier.arrive(self.full.index(self.slot(position)))
+
+    @gluon.jit
     def await_full(self, position, pred=True):
         """Consumer: waits until the slot is loaded."""
         mbarrier.wait(self.full.index(self.slot(position)), (position // self.depth) & 1, pred=pred)

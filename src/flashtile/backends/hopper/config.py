@@ -80,15 +80,16 @@ class BackwardTiles:
     stages: int
     key_stages: int
     value_stages: int
-    dv_first: bool = False  # dV's product is issued before dQ's of the step before
     compute_registers: int = 240
     load_registers: int = 24
-    tile_m: int = 64  # 128 at D 64 are slower: S = 8k full 466 -> 446 TFLOP/s on an H200, causal 439 -> 417
+    tile_m: int = 64  # or 128, in two parts, up to 128 dims
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
         if self.key_stages < 2 and not self.wide:
             raise ValueError(f"key_stages: got {self.key_stages}; want 2: a tile ends after the next has begun")
+        if self.tile_m not in ((64,) if self.wide else (64, 128)):
+            raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 up to 128 dims")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
@@ -111,11 +112,12 @@ class BackwardTiles:
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, dv_first=True)
-"""16k tokens on an H200: V in one slot -2 to -4 %, three stages of queries 0 to -3 %, at S = 1k and 8k. dV first: S =
-2k, 8k and 16k full 423, 466, 473 -> 438, 481, 490 TFLOP/s, causal -2 % at 512 and 2k, +3 % at 8k."""
+BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, tile_m=128)
+"""128 queries in a step: half as many waits for shared memory, and dQ of 64 columns, not 32, whose products would read
+more of it than they compute. To be measured."""
 BACKWARD_D128 = BackwardTiles(128, stages=2, key_stages=2, value_stages=1)
-"""V in one slot leaves room for dQ on its way out. dQ first: S = 2k, 8k and 16k full 515, 577, 553 -> 533, 587, 597."""
+"""V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
+587, 597 TFLOP/s."""
 BACKWARD_D256 = BackwardTiles(256, stages=2, key_stages=1, value_stages=1)
 """What fits."""
 
