@@ -115,7 +115,7 @@ def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(monkeypatch
 
         def prepare(spec, tensors, name=name):
             prepared.append((name, len(tensors)))
-            return lambda *tensors: given.update({name: [id(x) for x in tensors]})
+            return lambda stream, *tensors: given.update({name: [id(x) for x in tensors]})
 
         monkeypatch.setattr(getattr(backward_launch, name), "prepare", prepare)
     monkeypatch.setattr(backward_launch, "BACKWARD", backward_launch.BackwardPass())
