@@ -75,6 +75,16 @@ def test_any_strides(layout, backend, device):
 
 
 @every_backend
+def test_a_launch_for_dense_rows_is_not_for_those_that_are_copied_first(backend, device):
+    case = spec((50, 50), (4, 4), (32, 32), batch=2)
+    inputs = make_inputs(case, device)
+    heads_first = inputs.q.transpose(1, 2).repeat_interleave(2, dim=-1).transpose(1, 2)
+    for q in (inputs.q, heads_first[..., ::2]):  # the second's gradient has dense rows, but the heads first
+        result = run(case, inputs._replace(q=q), backend)
+        assert [e for e in errors(case, inputs, result) if not e.ok] == []
+
+
+@every_backend
 def test_packed_functions_equal_the_unpacked_one(backend, device):
     case = spec((40, 40), (2, 2), (32, 32), right=0)
     q, k, v, dout, _ = make_inputs(case, device)

@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from ..spec import AttentionSpec
-from . import Forward
+from . import Backward, Forward
 
 Run = Callable[..., None]
 """run(*tensors): launches on the current stream of the tensors' device."""
@@ -112,6 +112,34 @@ def forward_pass_like(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Ten
         return out, lse
 
     return forward
+
+
+def backward_pass(
+    launcher: Launcher, spec: AttentionSpec, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv, laid out as torch.empty_like(q), (k) and (v), of kernels that write them from all the others."""
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    launcher(spec, (dout, dlse, q, k, v, out, lse), gradients)
+    return gradients
+
+
+def backward_pass_like(
+    launcher: Launcher, spec: AttentionSpec, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor,
+) -> Backward:  # fmt: skip
+    """`backward_pass` for tensors that lie like these: with nothing left to look up, for the sake of small calls."""
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    run = launcher.run_for(spec, (dout, dlse, q, k, v, out, lse), gradients)
+
+    def backward(
+        dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        run(dout, dlse, q, k, v, out, lse, *gradients)
+        return gradients
+
+    return backward
 
 
 def _results(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:

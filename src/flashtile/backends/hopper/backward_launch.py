@@ -186,19 +186,3 @@ class BackwardPass(Launcher):
 
 
 BACKWARD = BackwardPass()
-
-
-def backward(
-    spec: AttentionSpec,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, laid out as q, k and v, by Algorithm 2, from tensors that TMA can read."""
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    BACKWARD(spec, (dout, dlse, q, k, v, out, lse), gradients)
-    return gradients
