@@ -80,20 +80,23 @@ class _PlainAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
-        grads: tuple = (None, None, None)
+        known, grads = ctx.known, (None, None, None)
         if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
-            known: Known = ctx.known
             name = dispatch.name_of(known.choice.backward_of(*ctx.saved_tensors[:3]))
             grads = _backward_op(dout, dlse, *ctx.saved_tensors, *known.spec.settings, name)
         elif dout is not None or dlse is not None:
-            grads = ctx.known.backward(dout, dlse, *ctx.saved_tensors)
+            grads = known.backward(dout, dlse, *ctx.saved_tensors)
         return (*grads, None)
+
+
+_apply = super(torch.autograd.Function, _PlainAttention).apply
+"""What Function.apply calls where no functorch transform is active, which `needs_op` has seen to."""
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, Tensor]:
     """`attention` where nothing `needs_op`: (out, lse) from the backends chosen, differentiable."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _PlainAttention.apply(q, k, v, known)
+        return _apply(q, k, v, known)
     return known.forward(q, k, v)
 
 

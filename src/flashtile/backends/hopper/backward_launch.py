@@ -163,9 +163,9 @@ class BackwardPass(Launcher):
         if spec.deterministic:
             sizes.append((2 * n_rows // tiles.tile_m, torch.int32))
 
-        def scratch() -> tuple[Tensor, ...]:
+        def scratch() -> list[Tensor]:
             """rows, sums and, where these have an order, added."""
-            return tuple(torch.empty_strided((n,), (1,), dtype=dtype, device=device) for n, dtype in sizes)
+            return [torch.empty_strided((n,), (1,), dtype=dtype, device=device) for n, dtype in sizes]
 
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         held = scratch()

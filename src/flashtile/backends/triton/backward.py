@@ -223,7 +223,7 @@ def row_numbers(spec: AttentionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
     By the host, as a branch for it in dq_kernel takes registers that a second program on the multiprocessor needs.
     """
     padded = -(-spec.seqlen_q // ROW_PAD.value) * ROW_PAD.value
-    shift, delta = like.new_empty((2, spec.batch, spec.heads_q, padded), dtype=torch.float32)
+    shift, delta = like.new_empty((2, spec.batch, spec.heads_q, padded), dtype=torch.float32).unbind()
     if padded > spec.seqlen_q:
         shift[..., spec.seqlen_q :] = float("inf")  # P = exp(scores - inf) = 0
         delta[..., spec.seqlen_q :] = 0.0
