@@ -75,6 +75,28 @@ def test_any_strides(layout, backend, device):
 
 
 @every_backend
+def test_a_launch_for_dense_rows_is_not_for_those_that_are_copied_first(backend, device):
+    case = spec((50, 50), (4, 4), (32, 32), batch=2)
+    inputs = make_inputs(case, device)
+    heads_first = inputs.q.transpose(1, 2).repeat_interleave(2, dim=-1).transpose(1, 2)
+    for q in (inputs.q, heads_first[..., ::2]):  # the second's gradient has dense rows, but the heads first
+        result = run(case, inputs._replace(q=q), backend)
+        assert [e for e in errors(case, inputs, result) if not e.ok] == []
+
+
+@every_backend
+def test_what_flows_in_may_lie_otherwise_in_every_backward_pass(backend, device):
+    case = spec((50, 50), (2, 2), (32, 32), right=0)
+    inputs = make_inputs(case, device)
+    dout = inputs.dout
+    heads_first = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    strided = dout.repeat_interleave(2, dim=-1)[..., ::2]
+    for flows_in in (dout, heads_first, strided, dout[:, :1, :1, :1].expand_as(dout), dout):
+        given = inputs._replace(dout=flows_in)
+        assert [e for e in errors(case, given, run(case, given, backend)) if not e.ok] == []
+
+
+@every_backend
 def test_packed_functions_equal_the_unpacked_one(backend, device):
     case = spec((40, 40), (2, 2), (32, 32), right=0)
     q, k, v, dout, _ = make_inputs(case, device)

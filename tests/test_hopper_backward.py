@@ -116,7 +116,7 @@ def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(monkeypatch
 
         def prepare(spec, tensors, name=name):
             prepared.append((name, len(tensors)))
-            return lambda *tensors: given.update({name: [id(x) for x in tensors]})
+            return lambda stream, *tensors: given.update({name: [id(x) for x in tensors]})
 
         monkeypatch.setattr(getattr(backward_launch, name), "prepare", prepare)
     monkeypatch.setattr(backward_launch, "BACKWARD", backward_launch.BackwardPass())
@@ -124,7 +124,7 @@ def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(monkeypatch
     q, k, v, dout, _ = make_inputs(case)
     out, lse = torch.empty_like(q), torch.empty(case.batch, case.heads_q, case.seqlen_q)
     for _ in range(2):
-        dq, dk, dv = backward_launch.backward(case, dout, None, q, k, v, out, lse)
+        dq, dk, dv = hopper.backward(case, dout, None, q, k, v, out, lse)
         *begun, rows, sums = given["BEGIN"]
         assert begun == [id(x) for x in (out, dout, lse, None)]
         assert given["MAIN"] == [*(id(x) for x in (q, dout, k, v, dk, dv)), rows, sums]

@@ -106,7 +106,8 @@ def launch_of(monkeypatch, driver, compiled, arguments):
     monkeypatch.setattr(launcher, "_driver", lambda: driver)
     monkeypatch.setattr(launcher.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    return launcher.launch_of(compiled, torch.device("cuda", 3), 132, arguments, moving=3)
+    device = torch.device("cuda", 3)
+    return launcher.on_current_stream(launcher.launch_of(compiled, device, 132, arguments, moving=3), device)
 
 
 def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, arguments):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cases import HALF, on_every_backend, spec
 from torch.utils.checkpoint import checkpoint
 
-from flashtile import flash_attn_func
+from flashtile import flash_attn_func, ops
 from flashtile.spec import AttentionSpec
 from flashtile.testing import make_inputs
 
@@ -115,6 +117,33 @@ def test_no_gradient_is_computed_twice():
     (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="gradients of gradients"):
         dq.sum().backward()
+
+
+def test_an_input_changed_before_the_backward_pass_is_noticed():
+    q, k, v = (torch.randn(1, 5, 1, 4, requires_grad=True) for _ in range(3))
+    changed = q * 1
+    out = flash_attn_func(changed, k, v)
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_backward_pass_is_prepared_for_each_layout_of_what_flows_in():
+    prepared = []
+
+    def backward_like(spec, *tensors):
+        prepared.append(spec)
+        return lambda *tensors: None
+
+    known = ops.Known(spec(), SimpleNamespace(backward_like=backward_like), None)
+    x, y = torch.zeros(2, 4, 4)
+    for dout, dlse in ((x, None), (y, None), (x.t(), None), (x, y), (None, x), (y, x), (x[:, 1:], None)):
+        known.backward(dout, dlse)
+    assert len(prepared) == 5
+    for width in range(2 * ops._MOST_LAYOUTS):
+        known.backward(torch.zeros(1, width + 5)[:, :4].expand(4, 4), None)
+        known.backward(torch.zeros(4, width + 5)[:, :4], None)
+    assert len(known._backwards) <= ops._MOST_LAYOUTS
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .backends import Forward, cpu, hopper, reference, triton
+from .backends import Backward, Forward, cpu, hopper, reference, triton
 from .cache import CachedCall
 from .spec import AttentionSpec
 
@@ -38,10 +38,7 @@ class Choice(NamedTuple):
 
     def forward_like(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward:
         """`forward` for tensors of the same strides, and of the same alignment to 16 bytes."""
-        backend = self._reading(q, k, v)
-        prepare = getattr(backend, "forward_like", None)
-        prepared = None if prepare is None else prepare(spec, q, k, v)
-        return partial(backend.forward, spec) if prepared is None else prepared
+        return _like(self._reading(q, k, v), "forward", spec, q, k, v)
 
     def _reading(self, q: Tensor, k: Tensor, v: Tensor) -> Backend:
         backend = self.fastest
@@ -58,12 +55,26 @@ class Choice(NamedTuple):
         """(dq, dk, dv)."""
         return self.backward_of(q, k, v).backward(spec, dout, dlse, q, k, v, out, lse)
 
+    def backward_like(
+        self, spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+        out: Tensor, lse: Tensor,
+    ) -> Backward:  # fmt: skip
+        """`backward` for tensors of the same strides, and of the same alignment to 16 bytes."""
+        return _like(self.backward_of(q, k, v), "backward", spec, dout, dlse, q, k, v, out, lse)
+
     def backward_of(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """The backend for the backward pass of q, k and v as they lie in memory."""
         refusal = getattr(self.differentiable, "refusal", None)
         if self.otherwise is not None and refusal and refusal(q, k, v):
             return self.otherwise
         return self.differentiable
+
+
+def _like(backend: Backend, name: str, spec: AttentionSpec, *tensors: Tensor | None) -> Any:
+    """A pass of a backend, by its name, for a spec and for tensors that lie like these."""
+    prepare = getattr(backend, f"{name}_like", None)
+    prepared = None if prepare is None else prepare(spec, *tensors)
+    return partial(getattr(backend, name), spec) if prepared is None else prepared
 
 
 def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None) -> Choice:

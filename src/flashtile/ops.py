@@ -6,14 +6,14 @@ torch.export, selective checkpointing and fake tensors; the backend is picked wh
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import dispatch
-from .backends import Forward
+from .backends import Backward, Forward
 from .spec import AttentionSpec
 
 _SETTINGS = (
@@ -44,12 +44,27 @@ def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-class Known(NamedTuple):
-    """What a plain eager call runs for tensors of one layout."""
+_MOST_LAYOUTS = 64
 
-    spec: AttentionSpec
-    choice: dispatch.Choice
-    forward: Forward
+
+class Known:
+    """What plain eager calls run for q, k and v of one layout."""
+
+    def __init__(self, spec: AttentionSpec, choice: dispatch.Choice, forward: Forward) -> None:
+        self.spec = spec
+        self.choice = choice
+        self.forward = forward
+        self._backwards: dict[tuple, Backward] = {}  # by the layouts of dout and dlse, which the caller lays out
+
+    def backward(self, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), of q, k, v, out and lse."""
+        key = tuple([None if x is None else (x.stride(), x.data_ptr() & 15) for x in (dout, dlse)])
+        backward = self._backwards.get(key)
+        if backward is None:
+            if len(self._backwards) >= _MOST_LAYOUTS:
+                self._backwards.clear()
+            backward = self._backwards[key] = self.choice.backward_like(self.spec, dout, dlse, *saved)
+        return backward(dout, dlse, *saved)
 
 
 class _PlainAttention(torch.autograd.Function):
@@ -57,28 +72,31 @@ class _PlainAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, known: Known):
-        spec, choice, forward = known
-        out, lse = forward(q, k, v)
+        out, lse = known.forward(q, k, v)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spec, ctx.choice = spec, choice
+        ctx.known = known
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
-        grads: tuple = (None, None, None)
+        known, grads = ctx.known, (None, None, None)
         if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
-            name = dispatch.name_of(ctx.choice.backward_of(*ctx.saved_tensors[:3]))
-            grads = _backward_op(dout, dlse, *ctx.saved_tensors, *ctx.spec.settings, name)
+            name = dispatch.name_of(known.choice.backward_of(*ctx.saved_tensors[:3]))
+            grads = _backward_op(dout, dlse, *ctx.saved_tensors, *known.spec.settings, name)
         elif dout is not None or dlse is not None:
-            grads = ctx.choice.backward(ctx.spec, dout, dlse, *ctx.saved_tensors)
+            grads = known.backward(dout, dlse, *ctx.saved_tensors)
         return (*grads, None)
+
+
+_apply = super(torch.autograd.Function, _PlainAttention).apply
+"""What Function.apply calls where no functorch transform is active, which `needs_op` has seen to."""
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, Tensor]:
     """`attention` where nothing `needs_op`: (out, lse) from the backends chosen, differentiable."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _PlainAttention.apply(q, k, v, known)
+        return _apply(q, k, v, known)
     return known.forward(q, k, v)
 
 

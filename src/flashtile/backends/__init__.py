@@ -7,6 +7,7 @@
     decode(call, q, num_splits)                        -> out, lse of a CachedCall (optional, as are its neighbours)
     passes_over(call)                                  -> None, or why it leaves a CachedCall to `forward`
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
+    backward_like(spec, dout, dlse, q, k, v, out, lse) -> f of tensors that lie like these, or None (optional)
     passes_on(spec)                                    -> None, or why another is as good for it (optional)
     leaves_backward(spec)                              -> None, or why the backward pass goes to another (optional)
     refusal(q, k, v)                                   -> None, or why it cannot read tensors that lie so (optional)
@@ -21,3 +22,6 @@ from torch import Tensor
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """forward(q, k, v) -> (out, lse)"""
+
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""backward(dout, dlse, q, k, v, out, lse) -> (dq, dk, dv)"""

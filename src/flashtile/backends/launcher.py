@@ -20,12 +20,12 @@ import triton
 from torch import Tensor
 
 from ..spec import AttentionSpec
-from . import Forward
+from . import Backward, Forward
 
 Run = Callable[..., None]
 """run(*tensors): launches on the current stream of the tensors' device."""
 
-Launch = Callable[..., None]
+StreamLaunch = Callable[..., None]
 """launch(stream, *tensors): the same where the device is current already."""
 
 MAX_REMEMBERED = 4096  # problems per kernel; each costs a few kilobytes
@@ -68,7 +68,7 @@ class Launcher(ABC):
         self._runs: dict[tuple, Run] = {}
 
     @abstractmethod
-    def prepare(self, spec: Any, tensors: tuple) -> Run:
+    def prepare(self, spec: Any, tensors: tuple) -> StreamLaunch:
         """The launch for tensors that lie like these (some may be None), on their device, which is current."""
 
     def run_for(self, spec: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> Run:
@@ -83,7 +83,7 @@ class Launcher(ABC):
             if len(self._runs) >= MAX_REMEMBERED:
                 self._runs.clear()
             with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):
-                run = self._runs[key] = self.prepare(spec, (*inputs, *outputs))
+                run = self._runs[key] = on_current_stream(self.prepare(spec, (*inputs, *outputs)), device)
         return run
 
     def __call__(self, spec: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -114,36 +114,44 @@ def forward_pass_like(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Ten
     return forward
 
 
+def backward_pass(
+    launcher: Launcher, spec: AttentionSpec, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv, laid out as torch.empty_like(q), (k) and (v), of kernels that write them from all the others."""
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    launcher(spec, (dout, dlse, q, k, v, out, lse), gradients)
+    return gradients
+
+
+def backward_pass_like(
+    launcher: Launcher, spec: AttentionSpec, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor,
+) -> Backward:  # fmt: skip
+    """`backward_pass` for tensors that lie like these: with nothing left to look up, for the sake of small calls."""
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    run = launcher.run_for(spec, (dout, dlse, q, k, v, out, lse), gradients)
+
+    def backward(
+        dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        run(dout, dlse, q, k, v, out, lse, *gradients)
+        return gradients
+
+    return backward
+
+
 def _results(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
     out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=spec.dtype, device=device)
     lse = torch.empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32, device=device)
     return out, lse
 
 
-def prepared(fn: Any, device: torch.device, grid: int, arguments: tuple, moving: int, options: dict) -> Run:
-    """The launch of a Triton kernel, as `launch_of` describes it; of an empty grid, nothing."""
-    if grid == 0:
-        return lambda *tensors: None
-    if device.type == "cpu":  # the interpreter compiles nothing
-        others = arguments[moving:]
-        return lambda *tensors: fn[(grid,)](*tensors, *others, **options)
-    compiled = fn.warmup(*arguments, grid=(grid,), **options)
-    return launch_of(compiled, device, grid, arguments, moving)
-
-
-def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, moving: int) -> Run:
-    """The launch of a kernel that Triton compiled for `arguments`, on `device`.
-
-    Tensors take the place of the first `moving` arguments, which are tensors, their descriptors, or None; each must
-    lie in memory as the one before. The other arguments stay.
-    """
-    through_triton = compiled[(grid, 1, 1)]  # loads the kernel
-    launch = _through_triton(through_triton, arguments, moving)
-    driver = _driver()
-    if driver is not None and _is_plain(compiled.metadata):
-        parameters = Parameters(driver, compiled.src.signature, arguments, moving)
-        if parameters.sizes == _sizes(driver, compiled.function):
-            launch = _through_driver(driver, compiled, device.index, grid, parameters)
+def on_current_stream(launch: StreamLaunch, device: torch.device) -> Run:
+    """`launch` with `device` made current, if it is not, on its current stream."""
+    if device.type == "cpu":
+        return functools.partial(launch, 0)
     index, stream_of = device.index, triton.runtime.driver.active.get_current_stream
 
     def run(*tensors: Tensor | None) -> None:
@@ -156,13 +164,39 @@ def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, 
     return run
 
 
+def prepared(fn: Any, device: torch.device, grid: int, arguments: tuple, moving: int, options: dict) -> StreamLaunch:
+    """The launch of a Triton kernel, as `launch_of` describes it; of an empty grid, nothing."""
+    if grid == 0:
+        return lambda stream, *tensors: None
+    if device.type == "cpu":  # the interpreter compiles nothing
+        others = arguments[moving:]
+        return lambda stream, *tensors: fn[(grid,)](*tensors, *others, **options)
+    compiled = fn.warmup(*arguments, grid=(grid,), **options)
+    return launch_of(compiled, device, grid, arguments, moving)
+
+
+def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, moving: int) -> StreamLaunch:
+    """The launch of a kernel that Triton compiled for `arguments`, on `device`.
+
+    Tensors take the place of the first `moving` arguments, which are tensors, their descriptors, or None; each must
+    lie in memory as the one before. The other arguments stay.
+    """
+    through_triton = compiled[(grid, 1, 1)]  # loads the kernel
+    driver = _driver()
+    if driver is not None and _is_plain(compiled.metadata):
+        parameters = Parameters(driver, compiled.src.signature, arguments, moving)
+        if parameters.sizes == _sizes(driver, compiled.function):
+            return _through_driver(driver, compiled, device.index, grid, parameters)
+    return _through_triton(through_triton, arguments, moving)
+
+
 def _is_plain(metadata: Any) -> bool:
     """Whether a launch is no more than a grid, parameters, and perhaps cooperative or dependent on the one before."""
     special = ("num_ctas", "global_scratch_size", "profile_scratch_size")
     return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0]
 
 
-def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> Launch:
+def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> StreamLaunch:
     described = [None if x is None or isinstance(x, Tensor) else _of(x, None) for x in arguments[:moving]]
     others = arguments[moving:]
 
@@ -180,7 +214,9 @@ def _of(descriptor: Any, tensor: Tensor | None) -> Any:
     return other
 
 
-def _through_driver(driver: ctypes.CDLL, compiled: Any, device_index: int, grid: int, parameters: Parameters) -> Launch:
+def _through_driver(
+    driver: ctypes.CDLL, compiled: Any, device_index: int, grid: int, parameters: Parameters
+) -> StreamLaunch:
     threads = compiled.metadata.num_warps * compiled.metadata.warp_size
     config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared)
     wanted = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...arch import arch_of
 from ...plan import Plan
 from ...spec import AttentionSpec
+from .. import Backward
 from . import order
 from .config import choose, choose_backward, heads_per_tile
 
@@ -30,10 +31,14 @@ def _triton_is_new_enough() -> bool:
 _INSTALLED = _triton_is_new_enough()
 
 if _INSTALLED:
-    from . import backward_launch
+    from ..launcher import backward_pass, backward_pass_like
+    from .backward_launch import BACKWARD
     from .launch import forward, forward_like
 
-__all__ = ["backward", "forward", "forward_like", "leaves_backward", "passes_on", "plan", "refusal", "supports"]
+__all__ = [
+    "backward", "backward_like", "forward", "forward_like", "leaves_backward", "passes_on", "plan", "refusal",
+    "supports",
+]  # fmt: skip
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
@@ -95,7 +100,14 @@ def backward(
         dout = torch.zeros_like(out)
     elif refusal(dout) is not None:
         dout = dout.clone(memory_format=torch.contiguous_format)
-    return backward_launch.backward(spec, dout, dlse, q, k, v, out, lse)
+    return backward_pass(BACKWARD, spec, dout, dlse, q, k, v, out, lse)
+
+
+def backward_like(spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, *others: Tensor) -> Backward | None:
+    """`backward` for tensors that lie like these, None if it copies dout first."""
+    if dout is None or refusal(dout) is not None:
+        return None
+    return backward_pass_like(BACKWARD, spec, dout, dlse, *others)
 
 
 def refusal(*tensors: Tensor) -> str | None:

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
-from ..launcher import Launcher, Run, prepared
+from ..launcher import Launcher, StreamLaunch, prepared
 from . import config
 from .backward import FIELDS, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
@@ -96,7 +96,7 @@ class BackwardKernel:
     """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows, adds to sums and,
     where these have an order, counts in added."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         matrices, (rows, sums, *added) = tensors[:6], tensors[6:]
         tiles = config.choose_backward(spec)
         of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], plain_layout(1))
@@ -119,7 +119,7 @@ class RowsKernel:
         self.fn = fn
         self.arguments = arguments
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         tiles = config.choose_backward(spec)
         grid = spec.batch * spec.heads_q * row_blocks(spec, tiles)
         arguments = (*tensors, *self.arguments(spec, tiles, *tensors))
@@ -155,7 +155,7 @@ class BackwardPass(Launcher):
     """All three, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up, for the sake of small
     calls."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         tiles = config.choose_backward(spec)
         device, n_rows = tensors[-1].device, spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
 
@@ -163,9 +163,9 @@ class BackwardPass(Launcher):
         if spec.deterministic:
             sizes.append((2 * n_rows // tiles.tile_m, torch.int32))
 
-        def scratch() -> tuple[Tensor, ...]:
+        def scratch() -> list[Tensor]:
             """rows, sums and, where these have an order, added."""
-            return tuple(torch.empty_strided((n,), (1,), dtype=dtype, device=device) for n, dtype in sizes)
+            return [torch.empty_strided((n,), (1,), dtype=dtype, device=device) for n, dtype in sizes]
 
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         held = scratch()
@@ -173,32 +173,16 @@ class BackwardPass(Launcher):
         main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, *held))
         finish = FINISH.prepare(spec, (dq, held[1]))
 
-        def run(
-            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        def launch(
+            stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
             held = scratch()
-            begin(out, dout, lse, dlse, *held)
-            main(q, dout, k, v, dk, dv, *held)
-            finish(dq, held[1])
+            begin(stream, out, dout, lse, dlse, *held)
+            main(stream, q, dout, k, v, dk, dv, *held)
+            finish(stream, dq, held[1])
 
-        return run
+        return launch
 
 
 BACKWARD = BackwardPass()
-
-
-def backward(
-    spec: AttentionSpec,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, laid out as q, k and v, by Algorithm 2, from tensors that TMA can read."""
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    BACKWARD(spec, (dout, dlse, q, k, v, out, lse), gradients)
-    return gradients

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
 from .. import Forward
-from ..launcher import Launcher, Run, forward_pass, forward_pass_like, prepared
+from ..launcher import Launcher, StreamLaunch, forward_pass, forward_pass_like, prepared
 from . import config
 from .forward import forward_kernel
 from .schedule import schedule
@@ -51,7 +51,7 @@ def table(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Tensor:
 class ForwardKernel(Launcher):
     """`forward_kernel` with its tiles, descriptors and schedule."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         *described, lse = tensors  # q, k, v, out
         tiles = config.choose(spec)
         programs = torch.cuda.get_device_properties(lse.device).multi_processor_count

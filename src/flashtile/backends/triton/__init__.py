@@ -21,11 +21,13 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 if _INSTALLED:
     from .append import append
-    from .backward import backward
+    from .backward import backward, backward_like
     from .decode_launch import decode, passes_over
     from .forward import forward, forward_like
 
-__all__ = ["append", "backward", "decode", "forward", "forward_like", "passes_over", "plan", "supports"]
+__all__ = [
+    "append", "backward", "backward_like", "decode", "forward", "forward_like", "passes_over", "plan", "supports",
+]  # fmt: skip
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:

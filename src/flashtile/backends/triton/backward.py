@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import AttentionSpec
+from .. import Backward
+from ..launcher import Launcher, StreamLaunch, backward_pass, backward_pass_like
 from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
 from .tile import (
     LOG2E,
@@ -221,7 +223,7 @@ def row_numbers(spec: AttentionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
     By the host, as a branch for it in dq_kernel takes registers that a second program on the multiprocessor needs.
     """
     padded = -(-spec.seqlen_q // ROW_PAD.value) * ROW_PAD.value
-    shift, delta = like.new_empty((2, spec.batch, spec.heads_q, padded), dtype=torch.float32)
+    shift, delta = like.new_empty((2, spec.batch, spec.heads_q, padded), dtype=torch.float32).unbind()
     if padded > spec.seqlen_q:
         shift[..., spec.seqlen_q :] = float("inf")  # P = exp(scores - inf) = 0
         delta[..., spec.seqlen_q :] = 0.0
@@ -230,6 +232,29 @@ def row_numbers(spec: AttentionSpec, like: Tensor) -> tuple[Tensor, Tensor]:
 
 DQ = Kernel("dq", dq_kernel, _launch_dq)
 DKDV = Kernel("dkdv", dkdv_kernel, _launch_dkdv)
+
+
+class BackwardPass(Launcher):
+    """Both, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up, for the sake of small
+    calls."""
+
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+        def arguments(dout, dlse, q, k, v, out, lse, dq, dk, dv) -> tuple[tuple, tuple]:
+            shift, delta = row_numbers(spec, lse)
+            return (q, k, v, out, dout, lse, dlse, shift, delta, dq), (q, k, v, dout, shift, delta, dk, dv)
+
+        of_dq, of_dkdv = arguments(*tensors)
+        launch_dq, launch_dkdv = DQ.prepare(spec, of_dq), DKDV.prepare(spec, of_dkdv)
+
+        def launch(stream: int, *tensors: Tensor | None) -> None:
+            of_dq, of_dkdv = arguments(*tensors)
+            launch_dq(stream, *of_dq)
+            launch_dkdv(stream, *of_dkdv)
+
+        return launch
+
+
+BACKWARD = BackwardPass()
 
 
 def backward(
@@ -243,14 +268,22 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k and v, by Algorithm 2; bitwise the same in every run."""
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dq, dk, dv = (x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in gradients)
     dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
-    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    shift, delta = row_numbers(spec, lse)
-    DQ(spec, (q, k, v, out, dout, lse, dlse), (shift, delta, dq))
-    DKDV(spec, (q, k, v, dout, shift, delta), (dk, dv))
-    for gradient, computed in zip(gradients, (dq, dk, dv), strict=True):
-        if gradient is not computed:  # a layout the kernels do not write
-            gradient.copy_(computed)
-    return gradients
+    if _dense(q, k, v):
+        return backward_pass(BACKWARD, spec, dout, dlse, q, k, v, out, lse)
+    dq, dk, dv = backward_pass(BACKWARD, spec, dout, dlse, q.contiguous(), k.contiguous(), v.contiguous(), out, lse)
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+
+
+def backward_like(
+    spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+) -> Backward | None:
+    """`backward` for tensors that lie like these, None if it copies them first."""
+    if dout is None or dout.stride(-1) != 1 or not _dense(q, k, v):
+        return None
+    return backward_pass_like(BACKWARD, spec, dout, dlse, q, k, v, *others)
+
+
+def _dense(*tensors: Tensor) -> bool:
+    """Whether the last dimension has stride 1, in tensors and in their gradients, which torch may lay out otherwise."""
+    return all(x.stride(-1) == 1 == torch.empty_like(x).stride(-1) for x in tensors)
