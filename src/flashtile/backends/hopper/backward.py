@@ -62,12 +62,13 @@ class Problem:
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
+    PADDED: gl.constexpr  # the last quarter of the dims in shared memory is zeros
     PARTS: gl.constexpr  # of a step
 
     @gluon.constexpr_function
     def __init__(
         self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
-        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED,
+        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PADDED,
     ):  # fmt: skip
         self.heads_q = heads_q
         self.group = group
@@ -83,6 +84,7 @@ class Problem:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.ORDERED = gl.constexpr(ORDERED)
+        self.PADDED = gl.constexpr(PADDED)
         self.PARTS = gl.constexpr(TILE_M // QUERIES)
 
     @gluon.jit
@@ -302,6 +304,18 @@ def row_numbers(numbers, ring, position, part: gl.constexpr, layout: gl.constexp
 
 
 @gluon.jit
+def over_dims(p, keys, queries, start, use_acc: gl.constexpr):
+    """Issues start + keys queries^T, over the dims that are no padding."""
+    if p.PADDED:
+        HALF: gl.constexpr = keys.shape[1] // 2
+        QUARTER: gl.constexpr = HALF // 2
+        left, right = keys.slice(0, HALF, dim=1), queries.slice(0, HALF, dim=1)
+        start = warpgroup_mma(left, right.permute((1, 0)), start, use_acc=use_acc, is_async=True)
+        keys, queries = keys.slice(HALF, QUARTER, dim=1), queries.slice(HALF, QUARTER, dim=1)
+    return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=use_acc or p.PADDED, is_async=True)
+
+
+@gluon.jit
 def begin_scores(
     p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
 ):  # fmt: skip
@@ -315,18 +329,18 @@ def begin_scores(
         start = row_numbers(shifts, q_ring, position, part, layout)
     k = matrix(k_ring.buffer(tile, warpgroup))
     q = rows_of(q_ring, position, part)
-    return warpgroup_mma(k, q.permute((1, 0)), start, use_acc=FROM_SHIFTS, is_async=True)
+    return over_dims(p, k, q, start, FROM_SHIFTS)
 
 
 @gluon.jit
-def begin_dp(warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dout_ring, v_ring, layout: gl.constexpr):
+def begin_dp(p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dout_ring, v_ring, layout: gl.constexpr):
     """Line 13: issues dP^T = V dO^T."""
     if part == 0:
         dout_ring.await_full(position)
     v = matrix(v_ring.buffer(tile, warpgroup))
     dout = rows_of(dout_ring, position, part)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, layout)
-    return warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return over_dims(p, v, dout, zero, False)
 
 
 @gluon.jit
@@ -415,7 +429,7 @@ def compute_loop(
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
                 s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
-                dp = begin_dp(warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
+                dp = begin_dp(p, warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
                 has_last = has
                 if row_written >= 0:
                     send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
@@ -427,7 +441,7 @@ def compute_loop(
                         q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                     )  # fmt: skip
                     s = s_last
-                    dp = begin_dp(warpgroup, LAST, position, anew(tile), dout_ring, v_ring, s_layout)
+                    dp = begin_dp(p, warpgroup, LAST, position, anew(tile), dout_ring, v_ring, s_layout)
                     q = rows_of(q_ring, position, 0)
                     dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
                     has_last = True
@@ -489,14 +503,14 @@ def backward_kernel(
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`.
 
     added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py. Or None: tiles add in any order.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None, PADDED)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, 1, WARPGROUPS)
     dout_ring = make_ring(dout_desc, STAGES, 1, WARPGROUPS)
     k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS, WARPGROUPS)

@@ -82,7 +82,7 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         factor * LOG2E, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
-        tiles.compute_registers, tiles.load_registers,
+        tiles.compute_registers, tiles.load_registers, tiles.padded,
     )  # fmt: skip
 
 

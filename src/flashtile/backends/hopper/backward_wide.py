@@ -35,6 +35,7 @@ from .backward import (
     first_step,
     load_loop,
     mask,
+    over_dims,
     probabilities,
     row_numbers,
 )
@@ -169,7 +170,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 start = row_numbers(deltas, dout_ring, position, 0, s_layout)
                 dout = matrix(dout_ring.buffer(position, 0))
                 v = matrix(v_ring.buffer(anew(tile), 0))
-                dp = warpgroup_mma(v, dout.permute((1, 0)), start, use_acc=True, is_async=True)
+                dp = over_dims(p, v, dout, start, True)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)
@@ -208,11 +209,11 @@ def wide_backward_kernel(
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: one warpgroup in `value_loop`, one in `key_loop`, one warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, False)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, PADDED)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, 1, 2)
     dout_ring = make_ring(dout_desc, STAGES, 1, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, 1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...spec import AttentionSpec
 
@@ -83,6 +83,7 @@ class BackwardTiles:
     compute_registers: int = 240
     load_registers: int = 24
     tile_m: int = 64  # or 128, in two parts, up to 128 dims
+    padded: bool = False  # the last quarter of the dims in shared memory is zeros, which S and dP leave out
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -90,6 +91,8 @@ class BackwardTiles:
             raise ValueError(f"key_stages: got {self.key_stages}; want 2: a tile ends after the next has begun")
         if self.tile_m not in ((64,) if self.wide else (64, 128)):
             raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 up to 128 dims")
+        if self.padded and self.tile_m == 128:
+            raise ValueError("padded: got True with tile_m 128; want a step of one part")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
@@ -118,14 +121,22 @@ more of it than they compute. To be measured."""
 BACKWARD_D128 = BackwardTiles(128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
+BACKWARD_D96 = replace(BACKWARD_D128, padded=True)
+"""To be measured."""
 BACKWARD_D256 = BackwardTiles(256, stages=2, key_stages=1, value_stages=1)
 """What fits."""
+BACKWARD_D192 = replace(BACKWARD_D256, padded=True)
+"""To be measured."""
 
 
 def choose_backward(spec: AttentionSpec) -> BackwardTiles:
     """The tiles of the backward pass for a spec."""
     dims = max(spec.head_dim, spec.head_dim_v)
-    return BACKWARD_D256 if dims > 128 else BACKWARD_D128 if dims > 64 else BACKWARD_D64
+    if dims > 128:
+        return BACKWARD_D256 if dims > 192 else BACKWARD_D192
+    if dims > 64:
+        return BACKWARD_D128 if dims > 96 else BACKWARD_D96
+    return BACKWARD_D64
 
 
 def heads_per_tile(spec: AttentionSpec, tiles: Tiles) -> int:
