@@ -209,7 +209,8 @@ def by_thread(dq):
 
 @gluon.jit
 def put_dq(p, dq, ring, position):
-    """Writes a half of dQ to its buffer: four numbers of each thread, then the next four; `finish_kernel` puts it right.
+    """Writes a half of dQ to its buffer: four numbers of each thread, then the next four, which `finish_kernel` puts
+    right.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """

@@ -87,13 +87,13 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]]
 #   At 1,32,1,65536 128 keys, 8 warps, 3 stages, 1 program take 18.2 us to 18.8. In pages of 16 32 keys, 4 warps, 4
 #   stages, 3 programs take 287.5 us to 290.7 at 64,32,8,4096 and 2033 us to 2074 at the 64 lengths: not worth a row.
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
-# - (1, 128), 16 rows, in one piece, among seven tiles: 8,32,8,32768 in 171 us, to 200 with 64 keys and 4 stages; the 64
-#   lengths in 1214 us, to 1507 (two runs), when V still went through shared memory as float16. least: a block has as
-#   many bytes as one of (2, 128).
-# All else is reasoned as above, and not measured: the other rows, and float8 in pages.
+# - (1, 128), 16 rows, among ten tiles (decode-float8-h200.json): 64 keys on 2 warps, which meet at fewer barriers, 4
+#   programs. In one piece 128 keys on 4 warps, 3 stages, 2 programs are as fast, 1 % to either side; in pages of 256 they
+#   take 153 us to 144 at 64,32,8,4096, in pages of 16 180 to 164. There 32 keys on one warp take 151: not worth a row.
+# All else is reasoned as above, and not measured.
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (1, 128): (DecodeTiles(128, 4, 3, 2, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
+    (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (DecodeTiles(128, 4, 3, 2, 2), DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (2, 128): (DecodeTiles(64, 4, 3, 2, 1), DecodeTiles(64, 4, 3, 2, 1), DecodeTiles(64, 8, 4, 1, 4)),
