@@ -176,13 +176,13 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_hopper_backward_configs_compile_and_fit(mask, dim):
-    case = spec((4096, 4096), (16, 16), (dim, dim), BF16, **MASKS[mask])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256)])
+def test_hopper_backward_configs_compile_and_fit(mask, dims):
+    case = spec((4096, 4096), (16, 16), dims, BF16, **MASKS[mask])
     usage, compiled = compile_hopper_backward(case)
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
-    if dim == 64:  # above, some addresses are kept in memory, most by the compiler of Triton 3.9
+    if dims in ((64, 64), (192, 128)):  # others keep some addresses in memory, most by Triton 3.9
         assert not usage.spills, usage
 
 

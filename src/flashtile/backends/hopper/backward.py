@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import anew, make_ring, ring_of
+from .channel import anew, load_parts, make_ring, ring_of
 from .compat import add_async, aggregate, load_async, seen_as
 from .tile import matrix, pass_turn, store_rows, take_turn, tanh
 
@@ -103,20 +103,20 @@ class Problem:
 
 
 @gluon.jit
-def load_keys(desc, ring, position, batch, head, key):
-    """Line 6: a tile's K or V, in as many parts as there are warpgroups that share it out."""
+def load_keys(desc, ring, position, batch, head, key, PARTS: gl.constexpr):
+    """Line 6: a tile's K or V, in PARTS parts of its dims and as many blocks as warpgroups share out its keys."""
     full = ring.await_empty(position)
     mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
-    for part in gl.static_range(ring.parts):
-        load_async(desc, [batch, key + part * KEYS, head, 0], full, ring.buffer(position, part))
+    for block in gl.static_range(ring.parts // PARTS):
+        load_parts(desc, batch, key + block * KEYS, head, full, ring, position, block, PARTS)
 
 
 @gluon.jit
 def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, which: gl.constexpr):
     """Line 9: a block of Q and its shifts, or a block of dO and its deltas."""
     full = ring.await_empty(position)
-    mbarrier.expect(full, desc.block_type.nbytes + rows_desc.block_type.nbytes)
-    load_async(desc, [batch, row, head, 0], full, ring.buffer(position, 0))
+    mbarrier.expect(full, desc.block_type.nbytes * ring.parts + rows_desc.block_type.nbytes)
+    load_parts(desc, batch, row, head, full, ring, position, 0, ring.parts)
     at = ((which * p.heads + batch * p.heads_q + head) * p.row_blocks) * p.TILE_M + row
     load_async(rows_desc, [at], full, numbers.index(ring.slot(position)))
 
@@ -142,7 +142,7 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
     for _ in range(n_tiles):
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        load_keys(k_desc, k_ring, tile, batch, head_k, key)
+        load_keys(k_desc, k_ring, tile, batch, head_k, key, q_ring.parts)
         for i in range(p.group):
             head = head_k * p.group + i
             for j in range(first, end):
@@ -150,7 +150,7 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
                 load_rows(p, q_desc, rows_desc, q_ring, shifts, position, batch, head, row, 0)
                 if i == 0:
                     if j == first:
-                        load_keys(v_desc, v_ring, tile, batch, head_k, key)
+                        load_keys(v_desc, v_ring, tile, batch, head_k, key, dout_ring.parts)
                 load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
                 position += 1
         tile += 1
@@ -317,6 +317,19 @@ def over_dims(p, keys, queries, start, use_acc: gl.constexpr):
 
 
 @gluon.jit
+def over_parts(
+    p, block: gl.constexpr, part: gl.constexpr, tile, position, keys_ring, queries_ring, start, use_acc: gl.constexpr
+):  # fmt: skip
+    """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims."""
+    PARTS: gl.constexpr = queries_ring.parts
+    for dims in gl.static_range(PARTS):
+        keys = matrix(keys_ring.buffer(tile, block * PARTS + dims))
+        queries = matrix(queries_ring.buffer(position, dims)).slice(part * QUERIES, QUERIES)
+        start = over_dims(p, keys, queries, start, use_acc or dims > 0)
+    return start
+
+
+@gluon.jit
 def begin_scores(
     p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
 ):  # fmt: skip
@@ -328,9 +341,7 @@ def begin_scores(
     start = gl.zeros([KEYS, QUERIES], gl.float32, layout)
     if FROM_SHIFTS:
         start = row_numbers(shifts, q_ring, position, part, layout)
-    k = matrix(k_ring.buffer(tile, warpgroup))
-    q = rows_of(q_ring, position, part)
-    return over_dims(p, k, q, start, FROM_SHIFTS)
+    return over_parts(p, warpgroup, part, tile, position, k_ring, q_ring, start, FROM_SHIFTS)
 
 
 @gluon.jit
@@ -338,10 +349,8 @@ def begin_dp(p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dou
     """Line 13: issues dP^T = V dO^T."""
     if part == 0:
         dout_ring.await_full(position)
-    v = matrix(v_ring.buffer(tile, warpgroup))
-    dout = rows_of(dout_ring, position, part)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, layout)
-    return over_dims(p, v, dout, zero, False)
+    return over_parts(p, warpgroup, part, tile, position, v_ring, dout_ring, zero, False)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -48,8 +49,10 @@ def sums_box(tiles: config.BackwardTiles) -> tuple[int, int]:
 
 def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
     """The blocks in which q, dout, k, v, dk and dv are copied."""
-    queries, keys = (tiles.tile_m, 1, tiles.head_dim), (tiles.box_keys, 1, tiles.head_dim)
-    return queries, queries, keys, keys, keys, keys
+    width, width_v = tiles.head_dim // tiles.parts, tiles.head_dim_v // tiles.parts_v
+    q, dout = (tiles.tile_m, 1, width), (tiles.tile_m, 1, width_v)
+    k, v = (tiles.box_keys, 1, width), (tiles.box_keys, 1, width_v)
+    return q, dout, k, v, k, v
 
 
 def ordered(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
@@ -82,7 +85,8 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         factor * LOG2E, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
-        tiles.compute_registers, tiles.load_registers, tiles.padded,
+        tiles.compute_registers, tiles.load_registers,
+        *((tiles.parts, tiles.parts_v) if tiles.wide else (tiles.padded,)),
     )  # fmt: skip
 
 
@@ -134,7 +138,8 @@ def begin_arguments(
     return (
         *(() if added else (None,)), *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
         spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.score_factors[0],
-        spec.head_dim_v, tiles.tile_m, tiles.head_dim,
+        spec.head_dim_v, triton.next_power_of_2(tiles.head_dim_v), tiles.tile_m,
+        tiles.head_dim // tiles.parts, tiles.parts,
     )  # fmt: skip
 
 
@@ -142,7 +147,7 @@ def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tenso
     """The arguments of `finish_kernel` after the tensors."""
     return (
         *dq.stride()[:3], spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.softmax_scale,
-        spec.head_dim, tiles.tile_m, tiles.head_dim,
+        spec.head_dim, tiles.tile_m, tiles.head_dim // tiles.parts, tiles.parts,
     )  # fmt: skip
 
 

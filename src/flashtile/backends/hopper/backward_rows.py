@@ -1,8 +1,9 @@
 """What the backward pass does for each row of queries before and after its main kernel, in plain Triton.
 
 Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
-shifts and the deltas · sums: (B, Hq, row_blocks, TILE_M * DIM) float32, dQ as `send_dq` in backward.py orders it ·
-added: (B, Hq, row_blocks, 2) int32, how many tiles have added to each half, or None.
+shifts and the deltas · sums: (B, Hq, row_blocks, PARTS, TILE_M * WIDTH) float32, PARTS parts of the dims of dQ as
+`by_thread` in backward.py orders them · added: (B, Hq, row_blocks, 2) int32, how many tiles have added to each half, or
+None.
 """
 
 import triton
@@ -20,7 +21,7 @@ def place(row_blocks, heads_q):
 def begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, sums_ptr, added_ptr, stride_ob, stride_os, stride_oh,
     stride_lb, stride_lh, stride_ls, heads_q, seqlen_q, row_blocks, heads, natural,
-    DV: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr,
+    DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Line 4 and zero for dQ. The deltas, what dP begins with, are dlse - rowsum(dO o O); the shifts, what S begins
     with, -lse in the units of S: -inf where a row sees no key or is none, so that its P is 0 by itself."""
@@ -28,7 +29,7 @@ def begin_kernel(
     row = block * TILE_M + tl.arange(0, TILE_M)
     rows = row.to(tl.int64)
     here = row < seqlen_q
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, DIM_V)
     inside = here[:, None] & (dims < DV)[None, :]
     out = tl.load(out_ptr + ((batch * seqlen_q + rows) * heads_q + head)[:, None] * DV + dims[None, :], inside, 0.0)
     dout_ptr += batch * stride_ob + head * stride_oh
@@ -41,8 +42,10 @@ def begin_kernel(
     of_rows = at.to(tl.int64) * row_blocks * TILE_M + rows
     tl.store(rows_ptr + of_rows, shift)
     tl.store(rows_ptr + heads.to(tl.int64) * row_blocks * TILE_M + of_rows, delta)
-    sums_ptr += tl.program_id(0).to(tl.int64) * (TILE_M * DIM)
-    tl.store(sums_ptr + tl.arange(0, TILE_M * DIM), tl.zeros([TILE_M * DIM], tl.float32))
+    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * TILE_M * WIDTH)
+    for part in tl.static_range(PARTS):
+        of_part = sums_ptr + part * TILE_M * WIDTH + tl.arange(0, TILE_M * WIDTH)
+        tl.store(of_part, tl.zeros([TILE_M * WIDTH], tl.float32))
     if added_ptr is not None:
         tl.store(added_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
@@ -50,19 +53,21 @@ def begin_kernel(
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
 def finish_kernel(
     dq_ptr, sums_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
-    D: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr,
+    D: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dQ in the dtype and layout of q, from its sums in the order in which `send_dq` leaves them."""
+    """dQ in the dtype and layout of q, from its sums in the order in which `by_thread` leaves them."""
     _, head, batch, block = place(row_blocks, heads_q)
-    x = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (TILE_M * DIM) + tl.arange(0, TILE_M * DIM))
-    # of two parts or of the columns a half, eight, warp, lane // 4, lane % 4, half of 16 rows, parity
-    PARTS: tl.constexpr = TILE_M // 64
-    x = x.reshape([PARTS, 2 // PARTS, DIM * PARTS // 16, 4, 8, 4, 2, 2])
-    # to rows: (part, warp, half, lane // 4), columns: (half, eight, lane % 4, parity)
-    x = x.permute((0, 3, 6, 4, 1, 2, 5, 7))
-    x = x.reshape([TILE_M, DIM]) * softmax_scale
+    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * TILE_M * WIDTH)
     row = block * TILE_M + tl.arange(0, TILE_M)
-    dims = tl.arange(0, DIM)
     dq_ptr += batch * stride_qb + head * stride_qh
-    pointers = dq_ptr + row.to(tl.int64)[:, None] * stride_qs + dims[None, :]
-    tl.store(pointers, x.to(dq_ptr.dtype.element_ty), (row < seqlen_q)[:, None] & (dims < D)[None, :])
+    of_rows = dq_ptr + row.to(tl.int64)[:, None] * stride_qs
+    for part in tl.static_range(PARTS):
+        x = tl.load(sums_ptr + part * TILE_M * WIDTH + tl.arange(0, TILE_M * WIDTH))
+        # of the queries 64, eight, warp, lane // 4, lane % 4, half of 16 rows, parity
+        x = x.reshape([TILE_M // 64, WIDTH // 8, 4, 8, 4, 2, 2])
+        # to rows: (64, warp, half, lane // 4), columns: (eight, lane % 4, parity)
+        x = x.permute((0, 2, 5, 3, 1, 4, 6))
+        x = x.reshape([TILE_M, WIDTH]) * softmax_scale
+        dims = part * WIDTH + tl.arange(0, WIDTH)
+        inside = (row < seqlen_q)[:, None] & (dims < D)[None, :]
+        tl.store(of_rows + dims[None, :], x.to(dq_ptr.dtype.element_ty), inside)

@@ -1,10 +1,13 @@
 """The backward pass (Algorithm 2) for head dims above 128: a tile is 64 keys, whose dK and dV fill the registers of a
-warpgroup each. The first computes P and dV, the second dS and dK, and each a half of dQ.
+warpgroup each. The first computes P and dV, the second dS and dK, and each some parts of dQ.
 
 P goes from the first to the second, dS from the second to the first, through shared memory. The first adds up dQ a step
 late, so that it computes P of a step while the second has the matrix units for dK of the step before.
 
-Legend: as in backward.py; S^T, P^T, dP^T, dS^T: (KEYS, TILE_M) · dK, dV: (KEYS, DIM) · a half of dQ: (TILE_M, DIM / 2).
+D and Dv lie in shared memory, and the sums in registers, in parts, so that 192 dims are not padded to 256.
+
+Legend: as in backward.py; S^T, P^T, dP^T, dS^T: (KEYS, TILE_M) · parts of dK, dV: (KEYS, WIDTH), of dQ:
+(TILE_M, WIDTH).
 """
 
 from triton.experimental import gluon
@@ -35,17 +38,18 @@ from .backward import (
     first_step,
     load_loop,
     mask,
-    over_dims,
+    over_parts,
     probabilities,
     row_numbers,
 )
 from .channel import make_ring, ring_of
-from .tile import matrix, pass_turn, store_rows, take_turn
+from .compat import store_async
+from .tile import matrix, pass_turn, take_turn
 
 
 @gluon.jit
 def add_from_registers(dq, dq_ptr):
-    """Adds a half of dQ to the sums, as backward.py does by way of a buffer, for which there is no shared memory."""
+    """Adds a part of dQ to the sums, as backward.py does by way of a buffer, for which there is no shared memory."""
     x = by_thread(dq)
     even, odd = gl.split(x)
     even_low, even_high = gl.split(even)
@@ -61,24 +65,75 @@ def add_from_registers(dq, dq_ptr):
 
 
 @gluon.jit
-def dq_half(half: gl.constexpr, ds_ring, position, k_ring, tile, zero):
-    """Line 15: issues dQ = dS K of a step, for one half of the columns."""
-    WIDTH: gl.constexpr = zero.shape[1]
+def add_dq(dq, first: gl.constexpr, sums_ptr, block, PARTS: gl.constexpr):
+    """Adds dQ of a step, of the parts from the first on, to the sums of a block of queries."""
+    SIZE: gl.constexpr = dq[0].shape[0] * dq[0].shape[1]
+    for part in gl.static_range(len(dq)):
+        add_from_registers(dq[part], sums_ptr + (block.to(gl.int64) * PARTS + (first + part)) * SIZE)
+
+
+@gluon.constexpr_function
+def dq_parts(parts):
+    """In how many parts dQ is computed: those of K, but one for each warpgroup at least."""
+    return max(parts, 2)
+
+
+@gluon.jit
+def zeros(rows: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr):
+    """Sums in registers: PARTS of (rows, WIDTH)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return (gl.zeros([rows, WIDTH], gl.float32, layout),) * PARTS
+
+
+@gluon.jit
+def add_product(sums, left, ring, position, has):
+    """Lines 12 and 16: issues sums + left x, for each part of the dims of x, or left x where the sums have nothing."""
+    for part in gl.static_range(len(sums)):
+        x = matrix(ring.buffer(position, part))
+        sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
+    return sums
+
+
+@gluon.jit
+def dq_product(first: gl.constexpr, dq, ds_ring, position, k_ring, tile):
+    """Line 15: issues dQ = dS K of a step, of as many parts of the dims as there are, from the first on."""
+    WIDTH: gl.constexpr = dq[0].shape[1]
+    HERE: gl.constexpr = k_ring.buffers.shape[4] // WIDTH  # parts of dQ in a part of K
     ds = ds_ring.buffer(position, 0).permute((1, 0))
-    k = matrix(k_ring.buffer(tile, 0)).slice(half * WIDTH, WIDTH, dim=1)
-    return warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
+    for part in gl.static_range(len(dq)):
+        k = matrix(k_ring.buffer(tile, (first + part) // HERE)).slice((first + part) % HERE * WIDTH, WIDTH, dim=1)
+        dq = dq[1:] + (warpgroup_mma(ds, k, dq[0], use_acc=False, is_async=True),)
+    return dq
+
+
+@gluon.jit
+def wait_for(sums, dq):
+    """(sums, dQ), computed."""
+    SUMS: gl.constexpr = len(sums)
+    done = warpgroup_mma_wait(0, deps=sums + dq)
+    return done[:SUMS], done[SUMS:]
+
+
+@gluon.jit
+def store_keys(desc, ring, tile, sums, scale, batch, key, head):
+    """Line 18: dK or dV of a tile, by way of the slot where its K or V was."""
+    WIDTH: gl.constexpr = desc.block_shape[3]
+    for part in gl.static_range(len(sums)):
+        matrix(ring.buffer(tile, part)).store((sums[part] * scale).to(desc.dtype))
+    fence_async_shared()
+    for part in gl.static_range(len(sums)):
+        store_async(desc, [batch, key, head, part * WIDTH], ring.buffer(tile, part))
+    tma.store_wait(0)
 
 
 @gluon.jit
 def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, shifts):
-    """The first warpgroup: P, dV, and the first half of dQ."""
-    DIM: gl.constexpr = dv_desc.block_shape[3]
+    """The first warpgroup: P, dV, and the first parts of dQ, the greater half."""
+    PARTS: gl.constexpr = dq_parts(k_ring.parts)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    dq_zero = gl.zeros([p.TILE_M, DIM // 2], gl.float32, dq_layout)
-    dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
+    dq_zero = zeros(p.TILE_M, k_ring.buffers.shape[4] * k_ring.parts // PARTS, PARTS - PARTS // 2)
+    dv = zeros(KEYS, dv_desc.block_shape[3], v_ring.parts)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     tile = k_ring.first()
@@ -88,12 +143,10 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         has = False
-        dq_before = sums_ptr
+        before = 0  # the block of queries of the step before
         for i in range(p.group):
-            of_head = sums_ptr + (head + i).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
             for j in range(first, end):
                 block = p.turned(j, first, end, turn)
-                dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
                 # lines 10 and 11
                 s = begin_scores(p, 0, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 s = warpgroup_mma_wait(0, deps=(s,))
@@ -112,28 +165,26 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 mbarrier.arrive(full)
                 # line 12, and line 15 of the step before
                 dout_ring.await_full(position)
-                dout = matrix(dout_ring.buffer(position, 0))
                 left = gl.convert_layout(probs.to(dv_desc.dtype), p_layout)
-                dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
+                dv = add_product(dv, left, dout_ring, position, has)
                 ds_ring.await_full(position - 1, pred=has)
-                dq = dq_half(0, ds_ring, position - 1, k_ring, anew(tile), dq_zero)
-                dv, dq = warpgroup_mma_wait(0, deps=(dv, dq))
+                dq = dq_product(0, dq_zero, ds_ring, position - 1, k_ring, anew(tile))
+                dv, dq = wait_for(dv, dq)
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=has)
                 if has:
-                    add_from_registers(dq, dq_before)
-                dq_before = dq_at
+                    add_dq(dq, 0, sums_ptr, before, PARTS)
+                before = (head + i) * p.row_blocks + block
                 has = True
                 position += 1
         ds_ring.await_full(position - 1)
-        dq = dq_half(0, ds_ring, position - 1, k_ring, tile, dq_zero)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
+        dq = dq_product(0, dq_zero, ds_ring, position - 1, k_ring, tile)
+        dv, dq = wait_for(dv, dq)
         ds_ring.release(position - 1)
-        add_from_registers(dq, dq_before)
+        add_dq(dq, 0, sums_ptr, before, PARTS)
         pass_turn(0, 2)  # the second may write over K, as this one over V, with whose last dP it is done
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
-        store_rows(dv_desc, v_ring.buffer(tile, 0), dv, batch, key, head_k, 0)
-        tma.store_wait(0)
+        store_keys(dv_desc, v_ring, tile, dv, 1.0, batch, key, head_k)
         k_ring.release(tile)
         v_ring.release(tile)
         tile += 1
@@ -142,18 +193,16 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
 
 @gluon.jit
 def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, deltas):
-    """The second warpgroup: dS, dK, and the second half of dQ."""
-    DIM: gl.constexpr = dk_desc.block_shape[3]
+    """The second warpgroup: dS, dK, and the other parts of dQ."""
+    PARTS: gl.constexpr = dq_parts(k_ring.parts)
+    FIRST_PART: gl.constexpr = PARTS - PARTS // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM // 2, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    dq_zero = gl.zeros([p.TILE_M, DIM // 2], gl.float32, dq_layout)
-    dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
+    dq_zero = zeros(p.TILE_M, k_ring.buffers.shape[4] * k_ring.parts // PARTS, PARTS // 2)
+    dk = zeros(KEYS, dk_desc.block_shape[3], k_ring.parts)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     tile = k_ring.first()
-    sums_ptr += p.TILE_M * (DIM // 2)
     for _ in range(n_tiles):
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
@@ -161,16 +210,12 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
         v_ring.await_full(tile)
         has = False
         for i in range(p.group):
-            of_head = sums_ptr + (head + i).to(gl.int64) * p.row_blocks * (p.TILE_M * DIM)
             for j in range(first, end):
-                block = p.turned(j, first, end, turn)
-                dq_at = of_head + block.to(gl.int64) * (p.TILE_M * DIM)
+                block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
                 # lines 13 and 14
                 dout_ring.await_full(position)
                 start = row_numbers(deltas, dout_ring, position, 0, s_layout)
-                dout = matrix(dout_ring.buffer(position, 0))
-                v = matrix(v_ring.buffer(anew(tile), 0))
-                dp = over_dims(p, v, dout, start, True)
+                dp = over_parts(p, 0, 0, anew(tile), position, v_ring, dout_ring, start, True)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)
@@ -183,20 +228,18 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 mbarrier.arrive(full)
                 # lines 15 and 16
                 q_ring.await_full(position)
-                q = matrix(q_ring.buffer(position, 0))
-                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
+                dk = add_product(dk, gl.convert_layout(ds, p_layout), q_ring, position, has)
                 ds_ring.await_full(position)
-                dq = dq_half(1, ds_ring, position, k_ring, anew(tile), dq_zero)
-                dk, dq = warpgroup_mma_wait(0, deps=(dk, dq))
+                dq = dq_product(FIRST_PART, dq_zero, ds_ring, position, k_ring, anew(tile))
+                dk, dq = wait_for(dk, dq)
                 q_ring.release(position)
                 ds_ring.release(position)
-                add_from_registers(dq, dq_at)
+                add_dq(dq, FIRST_PART, sums_ptr, block, PARTS)
                 has = True
                 position += 1
         take_turn(1)
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
-        store_rows(dk_desc, k_ring.buffer(tile, 0), dk * p.softmax_scale, batch, key, head_k, 0)
-        tma.store_wait(0)
+        store_keys(dk_desc, k_ring, tile, dk, p.softmax_scale, batch, key, head_k)
         k_ring.release(tile)
         v_ring.release(tile)
         tile += 1
@@ -209,15 +252,15 @@ def wide_backward_kernel(
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PADDED: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: one warpgroup in `value_loop`, one in `key_loop`, one warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, PADDED)  # fmt: skip
-    q_ring = make_ring(q_desc, STAGES, 1, 2)
-    dout_ring = make_ring(dout_desc, STAGES, 1, 2)
-    k_ring = make_ring(k_desc, KEY_STAGES, 1, 2)
-    v_ring = make_ring(v_desc, VALUE_STAGES, 1, 2)
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, False)  # fmt: skip
+    q_ring = make_ring(q_desc, STAGES, PARTS, 2)
+    dout_ring = make_ring(dout_desc, STAGES, PARTS_V, 2)
+    k_ring = make_ring(k_desc, KEY_STAGES, PARTS, 2)
+    v_ring = make_ring(v_desc, VALUE_STAGES, PARTS_V, 2)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)

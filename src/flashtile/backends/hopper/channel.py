@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .compat import aggregate
+from .compat import aggregate, load_async
 
 
 @aggregate
@@ -72,6 +72,14 @@ def anew(position):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [position], dtype=gl.uint32, is_pure=False, pack=1
     )  # fmt: skip
+
+
+@gluon.jit
+def load_parts(desc, batch, row, head, full, ring, position, block: gl.constexpr, PARTS: gl.constexpr):
+    """All dims of some rows, in PARTS buffers: the `block`-th so many of a slot."""
+    WIDTH: gl.constexpr = desc.block_shape[3]
+    for part in gl.static_range(PARTS):
+        load_async(desc, [batch, row, head, part * WIDTH], full, ring.buffer(position, block * PARTS + part))
 
 
 @gluon.jit

@@ -76,7 +76,8 @@ class BackwardTiles:
     Up to 128 dims each warpgroup has 64 keys; above, both share 64 keys, and one holds their dV, the other dK.
     """
 
-    head_dim: int  # D and Dv as they lie in shared memory: a power of two
+    head_dim: int  # D as Q and K lie in shared memory
+    head_dim_v: int  # Dv, as V and dO lie there
     stages: int
     key_stages: int
     value_stages: int
@@ -84,6 +85,8 @@ class BackwardTiles:
     load_registers: int = 24
     tile_m: int = 64  # or 128, in two parts, up to 128 dims
     padded: bool = False  # the last quarter of the dims in shared memory is zeros, which S and dP leave out
+    parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
+    parts_v: int = 1  # as V and dO do
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -93,13 +96,17 @@ class BackwardTiles:
             raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 up to 128 dims")
         if self.padded and self.tile_m == 128:
             raise ValueError("padded: got True with tile_m 128; want a step of one part")
+        if not self.wide and (self.head_dim != self.head_dim_v or self.parts * self.parts_v > 1):
+            raise ValueError(f"head_dim: want one width, in one part, up to 128 dims: {self}")
+        if self.wide and self.padded:
+            raise ValueError("padded: got True above 128 dims; want parts")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
     @property
     def wide(self) -> bool:
         """Which of the two kernels."""
-        return self.head_dim > 128
+        return max(self.head_dim, self.head_dim_v) > 128
 
     @property
     def keys(self) -> int:
@@ -108,32 +115,39 @@ class BackwardTiles:
 
     @property
     def shared_bytes(self) -> int:
-        rows = 2 * self.stages * (2 * self.tile_m * self.head_dim + 4 * self.tile_m)  # Q and dO, shifts and deltas
-        keys = 2 * (self.key_stages + self.value_stages) * self.keys * self.head_dim
+        dims = self.head_dim + self.head_dim_v
+        rows = self.stages * (2 * self.tile_m * dims + 2 * 4 * self.tile_m)  # Q and dO, shifts and deltas
+        keys = 2 * self.keys * (self.key_stages * self.head_dim + self.value_stages * self.head_dim_v)
         scores = (3 if self.wide else 2) * 2 * self.keys * self.tile_m  # dS twice, and P
         dq = 0 if self.wide else 4 * self.tile_m * self.head_dim
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, tile_m=128)
+BACKWARD_D64 = BackwardTiles(64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128)
 """128 queries in a step: half as many waits for shared memory, and dQ of 64 columns, not 32, whose products would read
 more of it than they compute. To be measured."""
-BACKWARD_D128 = BackwardTiles(128, stages=2, key_stages=2, value_stages=1)
+BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
 BACKWARD_D96 = replace(BACKWARD_D128, padded=True)
 """To be measured."""
-BACKWARD_D256 = BackwardTiles(256, stages=2, key_stages=1, value_stages=1)
+BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
+"""Blocks of 64 dims are not padded to 256: a third less to load and to add up. To be measured."""
+BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3)
+"""To be measured."""
+BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1)
 """What fits."""
-BACKWARD_D192 = replace(BACKWARD_D256, padded=True)
+BACKWARD_D256_DV128 = replace(BACKWARD_D256, head_dim_v=128, key_stages=2)
 """To be measured."""
 
 
 def choose_backward(spec: AttentionSpec) -> BackwardTiles:
     """The tiles of the backward pass for a spec."""
     dims = max(spec.head_dim, spec.head_dim_v)
+    if dims > 192:
+        return BACKWARD_D256 if spec.head_dim_v > 128 else BACKWARD_D256_DV128
     if dims > 128:
-        return BACKWARD_D256 if dims > 192 else BACKWARD_D192
+        return BACKWARD_D192 if spec.head_dim_v > 128 else BACKWARD_D192_DV128
     if dims > 64:
         return BACKWARD_D128 if dims > 96 else BACKWARD_D96
     return BACKWARD_D64

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import anew, make_ring
+from .channel import anew, load_parts, make_ring
 from .compat import aggregate, load_async
 from .tile import keep_apart, matrix, meet, pack, pass_turn, row_sums_by_lane, store_rows, take_turn, tanh, unpack
 
@@ -140,14 +140,6 @@ def load_q(p, q_desc, q_ring, position, batch, head, m_block):
     for warpgroup in gl.static_range(p.WARPGROUPS):
         row = p.first_query(m_block, warpgroup)
         load_parts(q_desc, batch, row, head, full, q_ring, position, warpgroup, PARTS)
-
-
-@gluon.jit
-def load_parts(desc, batch, row, head, full, ring, position, block: gl.constexpr, PARTS: gl.constexpr):
-    """All dims of some rows, in PARTS buffers: the `block`-th so many of a slot."""
-    WIDTH: gl.constexpr = desc.block_shape[3]
-    for part in gl.static_range(PARTS):
-        load_async(desc, [batch, row, head, part * WIDTH], full, ring.buffer(position, block * PARTS + part))
 
 
 @gluon.jit
