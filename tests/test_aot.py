@@ -197,11 +197,18 @@ def test_hopper_backward_in_order_keeps_its_products_in_flight(dim):
 
 def test_a_walk_over_tiles_carries_what_it_changes():
     """Triton does not carry a name round a loop that is bound, before it, to the value of another carried name."""
-    _, compiled = compile_hopper_backward(spec((4096, 4096), (16, 16), (64, 64), BF16))
-    loops = re.findall(r"scf\.for .*iter_args\((.*?)\) ->", compiled.asm["ttgir"])
-    walks = [carried for carried in loops if "%dk" in carried and "%entry" in carried]
+
+    def carried_by_loops(dims):
+        _, compiled = compile_hopper_backward(spec((4096, 4096), (16, 16), dims, BF16))
+        return re.findall(r"scf\.for .*iter_args\((.*?)\) ->", compiled.asm["ttgir"])
+
+    walks = [carried for carried in carried_by_loops((64, 64)) if "%dk" in carried and "%entry" in carried]
     assert len(walks) == hopper_config.BACKWARD_D64.keys // hopper_config.BACKWARD_D64.box_keys
     assert all("%tile_before" in carried and "%sums_row" in carried for carried in walks)
+    of_values, _, of_keys, _ = [carried for carried in carried_by_loops((192, 128)) if "%has" in carried]
+    assert "%sums_row" in of_values
+    assert "%row_written" in of_values
+    assert "%row_written" in of_keys
 
 
 def test_every_feature_at_once_compiles_for_hopper():

@@ -58,10 +58,10 @@ def backward_on_cpu(
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
     name = backward_launch.kernel_of(tiles).__name__
     kernel = getattr(gluon_on_cpu.load("backward_wide" if tiles.wide else "backward"), name)
-    of_sums = [gluon_on_cpu.Pointer(sums)]
+    box = list(backward_launch.sums_box(tiles))
+    of_sums = [gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box) if tiles.dq_buffer else gluon_on_cpu.Pointer(sums)]
     if not tiles.wide:
-        box = list(backward_launch.sums_box(tiles))
-        of_sums = [gluon_on_cpu.Descriptor(sums.view(-1, backward_launch.SUMS_WIDTH), box), None, None]
+        of_sums += [None, None]
     if ranks is not None:
         added = torch.zeros(case.batch * case.heads_q * blocks * 2, dtype=torch.int32)
         of_sums[1:] = gluon_on_cpu.Pointer(added), gluon_on_cpu.Pointer(ranks.flatten())

@@ -24,6 +24,7 @@ from .channel import anew, load_parts, make_ring, ring_of
 from .compat import add_async, aggregate, load_async, seen_as
 from .tile import matrix, pass_turn, store_rows, take_turn, tanh
 
+SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 QUERIES = gl.constexpr(64)  # of one part of a step
 WARPGROUPS = gl.constexpr(2)
@@ -128,12 +129,6 @@ def first_step(ring):
 
 
 @gluon.jit
-def dq_position(position, warpgroup: gl.constexpr):
-    """Where a warpgroup's half of dQ of a step is in their ring, in which each has a slot."""
-    return WARPGROUPS * position + warpgroup
-
-
-@gluon.jit
 def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas):
     """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO."""
     entry, n_tiles = p.tiles()
@@ -200,7 +195,7 @@ def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero
 
 @gluon.jit
 def by_thread(dq):
-    """(128, fours, 2, 2): a half of dQ as the threads of a warpgroup hold it, four numbers at a time."""
+    """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
     D: gl.constexpr = dq.shape[1]
     # rows are (warp, half, lane // 4), columns (eight, lane % 4, parity)
     x = dq.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 2, 4, 3, 1, 5))
@@ -209,22 +204,22 @@ def by_thread(dq):
 
 @gluon.jit
 def put_dq(p, dq, ring, position):
-    """Writes a half of dQ to its buffer: four numbers of each thread, then the next four, which `finish_kernel` puts
-    right.
+    """Writes this warpgroup's parts of dQ to their buffers: four numbers of each thread, then the next four, which
+    `finish_kernel` puts right.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """
-    x = by_thread(dq)
-    buffer = ring.buffer(position, 0)
     tma.store_wait(0)  # dQ of the step before, or dK, by the same buffer
     if p.ORDERED:
         ring.await_empty(position)
-    buffer.store(x.permute((1, 0, 2, 3)).reshape(buffer.shape))
+    for part in gl.static_range(ring.parts):
+        buffer = ring.buffer(position, part)
+        buffer.store(by_thread(dq[part]).permute((1, 0, 2, 3)).reshape(buffer.shape))
 
 
 @gluon.jit
 def send_dq(p, sums_desc, ring, position, row):
-    """Adds the half of dQ that lies in the buffer to the sums, or leaves that to `add_loop`.
+    """Adds the parts of dQ that lie in the buffers to the sums, or leaves that to `add_loop`.
 
     A step after it was written: the fence would else wait for the writes, and the next step for the fence.
     """
@@ -232,7 +227,14 @@ def send_dq(p, sums_desc, ring, position, row):
     if p.ORDERED:
         ring.fill(position)
     else:
-        add_async(sums_desc, [row, 0], ring.buffer(position, 0))
+        add_parts(sums_desc, ring, position, row)
+
+
+@gluon.jit
+def add_parts(sums_desc, ring, position, row):
+    """Line 15: copies that add buffers to the sums, from a row on."""
+    for part in gl.static_range(ring.parts):
+        add_async(sums_desc, [row + part * sums_desc.block_shape[0], 0], ring.buffer(position, part))
 
 
 @gluon.jit
@@ -284,11 +286,10 @@ def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, 
             for j in range(first, end):
                 at = ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS + warpgroup
                 await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
-                dq_at = dq_position(position, warpgroup)
-                dq_ring.await_full(dq_at)
-                add_async(sums_desc, [at * SUMS_ROWS, 0], dq_ring.buffer(dq_at, 0))
+                dq_ring.await_full(position)
+                add_parts(sums_desc, dq_ring, position, at * SUMS_ROWS)
                 tma.store_wait(0)  # until the buffer is read
-                dq_ring.release(dq_at)
+                dq_ring.release(position)
                 of_step += 1
                 rank = gl.load(of_step)  # of the next step, before it is needed
                 count_added(added_ptr + at)
@@ -419,7 +420,7 @@ def compute_loop(
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    keys_buffer = seen_as(dq_ring.buffers.index(warpgroup).slice(0, SUMS_ROWS // p.PARTS), dk_desc)
+    keys_buffer = seen_as(dq_ring.buffers.index(0).slice(0, SUMS_ROWS // p.PARTS), dk_desc)
     sums_row = -1  # of the step before
     row_written = -1  # of the step whose dQ lies in the buffer, if any
     # from here on one warpgroup computes P and dS while the matrix units work for the other
@@ -442,7 +443,7 @@ def compute_loop(
                 dp = begin_dp(p, warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
                 has_last = has
                 if row_written >= 0:
-                    send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
+                    send_dq(p, sums_desc, dq_ring, position - 2, row_written)
                 if p.PARTS == 2:
                     # the first part's products go on while P and dS of the last are computed
                     s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
@@ -475,7 +476,7 @@ def compute_loop(
                 dq = warpgroup_mma_wait(1 if p.PARTS == 2 else 2, deps=(dq,))
                 ds_ring.release(position - 1, pred=sums_row >= 0)
                 if sums_row >= 0:
-                    put_dq(p, dq, dq_ring, dq_position(position - 1, warpgroup))
+                    put_dq(p, (dq,), dq_ring, position - 1)
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
@@ -488,11 +489,11 @@ def compute_loop(
                 position += 1
         v_ring.release(tile)
         if row_written >= 0:
-            send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
+            send_dq(p, sums_desc, dq_ring, position - 2, row_written)
             row_written = -1
         # line 18, by way of the buffer of dQ
         if p.ORDERED:
-            dq_ring.await_empty(dq_position(position - 1, warpgroup))
+            dq_ring.await_empty(position - 1)
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
         store_rows(dv_desc, keys_buffer, dv, batch, key, head_k, 0)
@@ -502,8 +503,8 @@ def compute_loop(
     ds_ring.await_full(position - 1)
     dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    put_dq(p, dq, dq_ring, dq_position(position - 1, warpgroup))
-    send_dq(p, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
+    put_dq(p, (dq,), dq_ring, position - 1)
+    send_dq(p, sums_desc, dq_ring, position - 1, sums_row)
     tma.store_wait(0)
 
 
@@ -530,25 +531,26 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
-    dq_ring = make_ring(sums_desc, WARPGROUPS, 1, 1)
+    dq_ring_0 = make_ring(sums_desc, 1, 1, 1)
+    dq_ring_1 = make_ring(sums_desc, 1, 1, 1)
     # tuples inline: bound to a name they lose their constexprs
     if not p.ORDERED:
         gl.warp_specialize([
             (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
             (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
             (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas)),
+                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
-            (add_loop, (1, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr)),
+            (add_loop, (0, p, sums_desc, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, p, sums_desc, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
         ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

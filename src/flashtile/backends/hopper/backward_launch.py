@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from . import config
-from .backward import FIELDS, backward_kernel
+from .backward import FIELDS, SUMS_WIDTH, backward_kernel
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
 from .launch import LOG2E, OPTIONS, Box, describe
@@ -39,12 +39,9 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
-SUMS_WIDTH = 256  # as wide as a copy may be
-
-
 def sums_box(tiles: config.BackwardTiles) -> tuple[int, int]:
-    """One warpgroup's half of dQ of a step, in rows of the sums."""
-    return tiles.tile_m * tiles.head_dim // 2 // SUMS_WIDTH, SUMS_WIDTH
+    """What of dQ of a step is added at a time, in rows of the sums."""
+    return tiles.tile_m * tiles.head_dim // tiles.dq_parts // SUMS_WIDTH.value, SUMS_WIDTH.value
 
 
 def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
@@ -86,14 +83,14 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
-        *((tiles.parts, tiles.parts_v) if tiles.wide else (tiles.padded,)),
+        *((tiles.parts, tiles.parts_v, tiles.dq_parts, tiles.dq_buffer) if tiles.wide else (tiles.padded,)),
     )  # fmt: skip
 
 
 def describe_sums(sums: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor:
     """The sums of dQ in the blocks in which they are added to."""
-    shape = [sums.numel() // SUMS_WIDTH, SUMS_WIDTH]
-    return TensorDescriptor(sums, shape, [SUMS_WIDTH, 1], list(sums_box(tiles)), plain_layout(2))
+    rows, width = sums_box(tiles)
+    return TensorDescriptor(sums, [sums.numel() // width, width], [width, 1], [rows, width], plain_layout(2))
 
 
 class BackwardKernel:
@@ -108,8 +105,8 @@ class BackwardKernel:
         lists, turns, ranks = ordered(spec, tiles, programs)
         tiles_of = table(spec, tiles, lists, turns).to(rows.device)
         counted = (None, None) if ranks is None else (*added, ranks.to(rows.device))
-        of_sums = (sums,) if tiles.wide else (describe_sums(sums, tiles), *counted)
-        described = (*map(describe, matrices, boxes(tiles)), of_rows, *of_sums)
+        of_sums = describe_sums(sums, tiles) if tiles.dq_buffer else sums
+        described = (*map(describe, matrices, boxes(tiles)), of_rows, of_sums, *(() if tiles.wide else counted))
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if added else OPTIONS

@@ -30,6 +30,7 @@ from .backward import (
     HEAD_K,
     KEY,
     KEYS,
+    SUMS_WIDTH,
     TURN,
     Problem,
     anew,
@@ -40,7 +41,9 @@ from .backward import (
     mask,
     over_parts,
     probabilities,
+    put_dq,
     row_numbers,
+    send_dq,
 )
 from .channel import make_ring, ring_of
 from .compat import store_async
@@ -49,7 +52,7 @@ from .tile import matrix, pass_turn, take_turn
 
 @gluon.jit
 def add_from_registers(dq, dq_ptr):
-    """Adds a part of dQ to the sums, as backward.py does by way of a buffer, for which there is no shared memory."""
+    """Adds a part of dQ to the sums where there is no shared memory for a buffer."""
     x = by_thread(dq)
     even, odd = gl.split(x)
     even_low, even_high = gl.split(even)
@@ -65,17 +68,22 @@ def add_from_registers(dq, dq_ptr):
 
 
 @gluon.jit
-def add_dq(dq, first: gl.constexpr, sums_ptr, block, PARTS: gl.constexpr):
-    """Adds dQ of a step, of the parts from the first on, to the sums of a block of queries."""
-    SIZE: gl.constexpr = dq[0].shape[0] * dq[0].shape[1]
-    for part in gl.static_range(len(dq)):
-        add_from_registers(dq[part], sums_ptr + (block.to(gl.int64) * PARTS + (first + part)) * SIZE)
+def begin_add(p, dq, sums, ring, position, row):
+    """Line 15: adds parts of dQ to the sums, from a row on, or leaves them in the ring to `end_add`, a step later."""
+    if ring is None:
+        SIZE: gl.constexpr = dq[0].shape[0] * dq[0].shape[1]
+        for part in gl.static_range(len(dq)):
+            add_from_registers(dq[part], sums + (row.to(gl.int64) * SUMS_WIDTH + part * SIZE))
+    else:
+        put_dq(p, dq, ring, position)
 
 
-@gluon.constexpr_function
-def dq_parts(parts):
-    """In how many parts dQ is computed: those of K, but one for each warpgroup at least."""
-    return max(parts, 2)
+@gluon.jit
+def end_add(p, sums, ring, position, row):
+    """Adds what `begin_add` left in the ring, if anything."""
+    if ring is not None:
+        if row >= 0:
+            send_dq(p, sums, ring, position, row)
 
 
 @gluon.jit
@@ -127,11 +135,14 @@ def store_keys(desc, ring, tile, sums, scale, batch, key, head):
 
 
 @gluon.jit
-def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, shifts):
+def value_loop(
+    DQ_PARTS: gl.constexpr, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring, shifts
+):  # fmt: skip
     """The first warpgroup: P, dV, and the first parts of dQ, the greater half."""
-    PARTS: gl.constexpr = dq_parts(k_ring.parts)
+    DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
+    SUMS_ROWS: gl.constexpr = p.TILE_M * DIM // SUMS_WIDTH  # of a step
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
-    dq_zero = zeros(p.TILE_M, k_ring.buffers.shape[4] * k_ring.parts // PARTS, PARTS - PARTS // 2)
+    dq_zero = zeros(p.TILE_M, DIM // DQ_PARTS, DQ_PARTS - DQ_PARTS // 2)
     dv = zeros(KEYS, dv_desc.block_shape[3], v_ring.parts)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     entry, n_tiles = p.tiles()
@@ -143,12 +154,14 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         has = False
-        before = 0  # the block of queries of the step before
+        sums_row = -1  # of the step before
+        row_written = -1  # of the step whose dQ lies in the buffer, if any
         for i in range(p.group):
             for j in range(first, end):
                 block = p.turned(j, first, end, turn)
                 # lines 10 and 11
                 s = begin_scores(p, 0, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                end_add(p, sums, dq_ring, position - 2, row_written)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 probs, capped = probabilities(p, s, 0, shifts, q_ring, position, s_layout)
                 q_ring.release(position)
@@ -173,15 +186,18 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=has)
                 if has:
-                    add_dq(dq, 0, sums_ptr, before, PARTS)
-                before = (head + i) * p.row_blocks + block
+                    begin_add(p, dq, sums, dq_ring, position - 1, sums_row)
+                row_written = sums_row
+                sums_row = ((head + i) * p.row_blocks + block) * SUMS_ROWS
                 has = True
                 position += 1
+        end_add(p, sums, dq_ring, position - 2, row_written)
         ds_ring.await_full(position - 1)
         dq = dq_product(0, dq_zero, ds_ring, position - 1, k_ring, tile)
         dv, dq = wait_for(dv, dq)
         ds_ring.release(position - 1)
-        add_dq(dq, 0, sums_ptr, before, PARTS)
+        begin_add(p, dq, sums, dq_ring, position - 1, sums_row)
+        end_add(p, sums, dq_ring, position - 1, sums_row)
         pass_turn(0, 2)  # the second may write over K, as this one over V, with whose last dP it is done
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_keys(dv_desc, v_ring, tile, dv, 1.0, batch, key, head_k)
@@ -192,12 +208,16 @@ def value_loop(p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
 
 
 @gluon.jit
-def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, deltas):
+def key_loop(
+    DQ_PARTS: gl.constexpr, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring, deltas
+):  # fmt: skip
     """The second warpgroup: dS, dK, and the other parts of dQ."""
-    PARTS: gl.constexpr = dq_parts(k_ring.parts)
-    FIRST_PART: gl.constexpr = PARTS - PARTS // 2
+    DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
+    SUMS_ROWS: gl.constexpr = p.TILE_M * DIM // SUMS_WIDTH  # of a step
+    FIRST_PART: gl.constexpr = DQ_PARTS - DQ_PARTS // 2
+    FIRST_ROW: gl.constexpr = SUMS_ROWS * FIRST_PART // DQ_PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
-    dq_zero = zeros(p.TILE_M, k_ring.buffers.shape[4] * k_ring.parts // PARTS, PARTS // 2)
+    dq_zero = zeros(p.TILE_M, DIM // DQ_PARTS, DQ_PARTS // 2)
     dk = zeros(KEYS, dk_desc.block_shape[3], k_ring.parts)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     entry, n_tiles = p.tiles()
@@ -209,6 +229,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
         k_ring.await_full(tile)
         v_ring.await_full(tile)
         has = False
+        row_written = -1  # of the step whose dQ lies in the buffer, if any
         for i in range(p.group):
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
@@ -216,6 +237,7 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 dout_ring.await_full(position)
                 start = row_numbers(deltas, dout_ring, position, 0, s_layout)
                 dp = over_parts(p, 0, 0, anew(tile), position, v_ring, dout_ring, start, True)
+                end_add(p, sums, dq_ring, position - 1, row_written)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)
@@ -234,9 +256,11 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
                 dk, dq = wait_for(dk, dq)
                 q_ring.release(position)
                 ds_ring.release(position)
-                add_dq(dq, FIRST_PART, sums_ptr, block, PARTS)
+                row_written = block * SUMS_ROWS + FIRST_ROW
+                begin_add(p, dq, sums, dq_ring, position, row_written)
                 has = True
                 position += 1
+        end_add(p, sums, dq_ring, position - 1, row_written)
         take_turn(1)
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_keys(dk_desc, k_ring, tile, dk, p.softmax_scale, batch, key, head_k)
@@ -248,13 +272,17 @@ def key_loop(p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
 def wide_backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_ptr, schedule_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
+    DQ_PARTS: gl.constexpr, DQ_BUFFER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: one warpgroup in `value_loop`, one in `key_loop`, one warp in `load_loop`."""
+    """Grid (programs,). Roles: one warpgroup in `value_loop`, one in `key_loop`, one warp in `load_loop`.
+
+    sums: a descriptor where dQ has a buffer, else a pointer.
+    """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, False)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, PARTS, 2)
@@ -266,10 +294,18 @@ def wide_backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [1, KEYS, TILE_M], ds_layout), 1, 1, 1, 1)
     ds_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], ds_layout), 2, 1, 1, 2)
+    if not DQ_BUFFER:
+        dq_ring_0: gl.constexpr = None
+        dq_ring_1: gl.constexpr = None
+    else:
+        dq_ring_0 = make_ring(sums, 1, DQ_PARTS - DQ_PARTS // 2, 1)
+        dq_ring_1 = make_ring(sums, 1, DQ_PARTS // 2, 1)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (value_loop, (p, dv_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, shifts)),
-        (key_loop, (p, dk_desc, sums_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, deltas)),
+        (value_loop, (DQ_PARTS, p, dv_desc, sums,
+                      q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
+        (key_loop, (DQ_PARTS, p, dk_desc, sums,
+                    q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

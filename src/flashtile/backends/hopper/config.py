@@ -87,6 +87,7 @@ class BackwardTiles:
     padded: bool = False  # the last quarter of the dims in shared memory is zeros, which S and dP leave out
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     parts_v: int = 1  # as V and dO do
+    dq_buffer: bool = True  # dQ goes by way of shared memory to a copy that adds, not from the registers
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -98,6 +99,8 @@ class BackwardTiles:
             raise ValueError("padded: got True with tile_m 128; want a step of one part")
         if not self.wide and (self.head_dim != self.head_dim_v or self.parts * self.parts_v > 1):
             raise ValueError(f"head_dim: want one width, in one part, up to 128 dims: {self}")
+        if not (self.wide or self.dq_buffer):
+            raise ValueError("dq_buffer: got False; want True up to 128 dims")
         if self.wide and self.padded:
             raise ValueError("padded: got True above 128 dims; want parts")
         if self.shared_bytes > SHARED_BYTES:
@@ -107,6 +110,11 @@ class BackwardTiles:
     def wide(self) -> bool:
         """Which of the two kernels."""
         return max(self.head_dim, self.head_dim_v) > 128
+
+    @property
+    def dq_parts(self) -> int:
+        """In how many parts dQ is computed: those of K, but one for each warpgroup at least."""
+        return max(self.parts, 2)
 
     @property
     def keys(self) -> int:
@@ -119,7 +127,7 @@ class BackwardTiles:
         rows = self.stages * (2 * self.tile_m * dims + 2 * 4 * self.tile_m)  # Q and dO, shifts and deltas
         keys = 2 * self.keys * (self.key_stages * self.head_dim + self.value_stages * self.head_dim_v)
         scores = (3 if self.wide else 2) * 2 * self.keys * self.tile_m  # dS twice, and P
-        dq = 0 if self.wide else 4 * self.tile_m * self.head_dim
+        dq = 4 * self.tile_m * self.head_dim if self.dq_buffer else 0
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
@@ -135,7 +143,7 @@ BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stag
 """Blocks of 64 dims are not padded to 256: a third less to load and to add up. To be measured."""
 BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3)
 """To be measured."""
-BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1)
+BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, dq_buffer=False)
 """What fits."""
 BACKWARD_D256_DV128 = replace(BACKWARD_D256, head_dim_v=128, key_stages=2)
 """To be measured."""
