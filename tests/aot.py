@@ -138,9 +138,8 @@ def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
     box = list(backward_launch.sums_box(tiles))
     sums = f"tensordesc<fp32{box},{backward_launch.plain_layout(2)!r}>" if tiles.dq_buffer else "*fp32"
     others["sums" if tiles.wide else "sums_desc"] = sums
-    if not tiles.wide:
-        ordered = spec.deterministic
-        others |= {"added_ptr": "*i32", "ranks_ptr": "*i16"} if ordered else dict.fromkeys(("added_ptr", "ranks_ptr"))
+    ordered = spec.deterministic
+    others |= {"added_ptr": "*i32", "ranks_ptr": "*i16"} if ordered else dict.fromkeys(("added_ptr", "ranks_ptr"))
     return _compile_gluon(backward_launch.kernel_of(tiles), spec, backward_launch.boxes(tiles), others, "*i32", scalars)
 
 

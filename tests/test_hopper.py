@@ -323,7 +323,7 @@ def test_a_thousand_repeats_give_the_same_bits(dim, busy):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192])
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside another stream"])
 def test_a_thousand_deterministic_repeats_give_the_same_bits(dim, right, busy):

@@ -59,9 +59,8 @@ def backward_on_cpu(
     name = backward_launch.kernel_of(tiles).__name__
     kernel = getattr(gluon_on_cpu.load("backward_wide" if tiles.wide else "backward"), name)
     box = list(backward_launch.sums_box(tiles))
-    of_sums = [gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box) if tiles.dq_buffer else gluon_on_cpu.Pointer(sums)]
-    if not tiles.wide:
-        of_sums += [None, None]
+    buffered = gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box)
+    of_sums = [buffered if tiles.dq_buffer else gluon_on_cpu.Pointer(sums), None, None]
     if ranks is not None:
         added = torch.zeros(case.batch * case.heads_q * blocks * 2, dtype=torch.int32)
         of_sums[1:] = gluon_on_cpu.Pointer(added), gluon_on_cpu.Pointer(ranks.flatten())
@@ -95,7 +94,7 @@ def test_gradients_are_right_whatever_comes_first(name, programs):
     assert wrong(case, inputs, gradients) == []
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not config.choose_backward(case).wide])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if config.choose_backward(case).dq_buffer])
 @pytest.mark.parametrize("programs", [2, 5])
 def test_in_order_gradients_are_right_and_the_same_bits_whatever_comes_first(name, programs):
     case = replace(CASES[name], deterministic=True)

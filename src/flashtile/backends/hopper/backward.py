@@ -269,25 +269,30 @@ def count_added(added_ptr):
 
 
 @gluon.jit
-def add_loop(warpgroup: gl.constexpr, p, sums_desc, q_ring, dq_ring, added_ptr, ranks_ptr):
-    """The warp that adds a warpgroup's half of dQ of every step to the sums, in the order of the ranks: line 15.
+def add_loop(
+    warpgroup: gl.constexpr, TILE_N: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring,
+    added_ptr, ranks_ptr,
+):  # fmt: skip
+    """The warp that adds a warpgroup's parts of dQ of every step to the sums, in the order of the ranks: line 15.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
+    FIRST_PART: gl.constexpr = warpgroup * (DQ_PARTS - DQ_PARTS // WARPGROUPS)
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     for _ in range(n_tiles):
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        of_step = ranks_ptr + gl.load(entry + KEY) // (WARPGROUPS * KEYS) * p.group * p.row_blocks
+        of_step = ranks_ptr + gl.load(entry + KEY) // TILE_N * p.group * p.row_blocks
         rank = gl.load(of_step)
         for i in range(p.group):
             for j in range(first, end):
-                at = ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS + warpgroup
+                block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
+                at = block * WARPGROUPS + warpgroup
                 await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
                 dq_ring.await_full(position)
-                add_parts(sums_desc, dq_ring, position, at * SUMS_ROWS)
+                add_parts(sums_desc, dq_ring, position, (block * DQ_PARTS + FIRST_PART) * SUMS_ROWS)
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(position)
                 of_step += 1
@@ -551,6 +556,6 @@ def backward_kernel(
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, p, sums_desc, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, p, sums_desc, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
+            (add_loop, (0, WARPGROUPS * KEYS, WARPGROUPS, p, sums_desc, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, WARPGROUPS * KEYS, WARPGROUPS, p, sums_desc, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
         ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

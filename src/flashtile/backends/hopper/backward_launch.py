@@ -106,7 +106,7 @@ class BackwardKernel:
         tiles_of = table(spec, tiles, lists, turns).to(rows.device)
         counted = (None, None) if ranks is None else (*added, ranks.to(rows.device))
         of_sums = describe_sums(sums, tiles) if tiles.dq_buffer else sums
-        described = (*map(describe, matrices, boxes(tiles)), of_rows, of_sums, *(() if tiles.wide else counted))
+        described = (*map(describe, matrices, boxes(tiles)), of_rows, of_sums, *counted)
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if added else OPTIONS

@@ -33,6 +33,7 @@ from .backward import (
     SUMS_WIDTH,
     TURN,
     Problem,
+    add_loop,
     anew,
     begin_scores,
     by_thread,
@@ -272,19 +273,20 @@ def key_loop(
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
 def wide_backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums, schedule_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums, added_ptr, ranks_ptr, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     DQ_PARTS: gl.constexpr, DQ_BUFFER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: one warpgroup in `value_loop`, one in `key_loop`, one warp in `load_loop`.
+    """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`; in order, two in
+    `add_loop`.
 
-    sums: a descriptor where dQ has a buffer, else a pointer.
+    sums: a descriptor where dQ has a buffer, else a pointer. added, ranks: as in `backward_kernel`.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, False, False)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None, False)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, PARTS, 2)
     dout_ring = make_ring(dout_desc, STAGES, PARTS_V, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, PARTS, 2)
@@ -301,11 +303,23 @@ def wide_backward_kernel(
         dq_ring_0 = make_ring(sums, 1, DQ_PARTS - DQ_PARTS // 2, 1)
         dq_ring_1 = make_ring(sums, 1, DQ_PARTS // 2, 1)
     # tuples inline: bound to a name they lose their constexprs
-    gl.warp_specialize([
-        (value_loop, (DQ_PARTS, p, dv_desc, sums,
-                      q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
-        (key_loop, (DQ_PARTS, p, dk_desc, sums,
-                    q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
-        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-    ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    if not p.ORDERED:
+        gl.warp_specialize([
+            (value_loop, (DQ_PARTS, p, dv_desc, sums,
+                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
+            (key_loop, (DQ_PARTS, p, dk_desc, sums,
+                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
+            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+        ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (value_loop, (DQ_PARTS, p, dv_desc, sums,
+                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
+            (key_loop, (DQ_PARTS, p, dk_desc, sums,
+                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
+            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+            (add_loop, (0, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
+        ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -80,8 +80,8 @@ def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
 
 def refuses(spec: AttentionSpec, tiles: BackwardTiles) -> str | None:
     """Why there is none."""
-    if tiles.wide:
-        return "above 128 dims its dQ is summed in no fixed order"
+    if not tiles.dq_buffer:
+        return "above 192 dims its dQ is summed in no fixed order"
     n_ranks = -(-spec.seqlen_k // tiles.keys) * spec.group * -(-spec.seqlen_q // tiles.tile_m)
     if n_ranks > MAX_RANKS:
         return f"the order of dQ would take a table of {n_ranks} numbers: it makes at most {MAX_RANKS}"
