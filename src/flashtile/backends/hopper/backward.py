@@ -226,7 +226,8 @@ def put_dq(p, dq, ring, position):
 def send_dq(p, sums_desc, ring, position, row):
     """Adds the half of dQ that lies in the buffer to the sums, or leaves that to `add_loop`.
 
-    A step after it was written: the fence would else wait for the writes, and the next step for the fence.
+    A step after it was written: the fence would else wait for the writes, and the next step for the fence. In order at
+    once: other tiles wait for it.
     """
     fence_async_shared()
     if p.ORDERED:
@@ -432,8 +433,9 @@ def compute_loop(
                 s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 dp = begin_dp(p, warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
                 has_last = has
-                if row_written >= 0:
-                    send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
+                if not p.ORDERED:
+                    if row_written >= 0:
+                        send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
                 if p.PARTS == 2:
                     # the first part's products go on while P and dS of the last are computed
                     s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
@@ -467,6 +469,8 @@ def compute_loop(
                 ds_ring.release(position - 1, pred=sums_row >= 0)
                 if sums_row >= 0:
                     put_dq(p, dq, dq_ring, dq_position(position - 1, warpgroup))
+                    if p.ORDERED:
+                        send_dq(p, sums_desc, dq_ring, dq_position(position - 1, warpgroup), sums_row)
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
@@ -478,9 +482,10 @@ def compute_loop(
                 has = True
                 position += 1
         v_ring.release(tile)
-        if row_written >= 0:
-            send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
-            row_written = -1
+        if not p.ORDERED:
+            if row_written >= 0:
+                send_dq(p, sums_desc, dq_ring, dq_position(position - 2, warpgroup), row_written)
+                row_written = -1
         # line 18, by way of the buffer of dQ
         if p.ORDERED:
             dq_ring.await_empty(dq_position(position - 1, warpgroup))
