@@ -25,6 +25,12 @@ CASES = {
     "softcap": spec((200, 200), (2, 2), (64, 64), BF16, softcap=4.0, right=0),
     "one of each": spec((1, 1), (2, 1), (64, 64), BF16),
     "D 128": spec((260, 390), (2, 1), (128, 96), BF16, batch=1, right=0),
+    "D 96": spec((130, 260), (2, 2), (96, 64), BF16, batch=1),
+    "D 96 cap": spec((130, 140), (2, 2), (40, 96), BF16, batch=1, softcap=4.0),
+    "D 192": spec((100, 130), (2, 2), (192, 128), BF16, batch=1),
+    "D 192 window and cap": spec((130, 130), (2, 2), (160, 192), HALF, batch=1, left=40, right=20, softcap=4.0),
+    "tiles of one step": spec((100, 900), (2, 2), (64, 64), BF16, batch=2),
+    "tiles of one step, D 128": spec((60, 900), (2, 2), (128, 128), BF16, batch=2),
     "D 256": spec((200, 200), (4, 2), (256, 192), BF16, batch=1, right=0),
     "D 256 window and cap": spec((200, 130), (2, 1), (256, 256), HALF, batch=2, left=40, right=20, softcap=4.0),
 }

@@ -1,7 +1,7 @@
 """What the backward pass does for each row of queries before and after its main kernel, in plain Triton.
 
 Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
-shifts and the deltas · sums: (B, Hq, row_blocks, TILE_M * DIM) float32, dQ as `send_dq` in backward.py orders it ·
+shifts and the deltas · sums: (B, Hq, row_blocks, TILE_M * DIM) float32, dQ as `put_dq` in backward.py orders it ·
 added: (B, Hq, row_blocks, 2) int32, how many tiles have added to each half, or None.
 """
 
@@ -52,7 +52,7 @@ def finish_kernel(
     dq_ptr, sums_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
     D: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """dQ in the dtype and layout of q, from its sums in the order in which `send_dq` leaves them."""
+    """dQ in the dtype and layout of q, from its sums in the order in which `put_dq` leaves them."""
     _, head, batch, block = place(row_blocks, heads_q)
     x = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (TILE_M * DIM) + tl.arange(0, TILE_M * DIM))
     # of two parts or of the columns a half, eight, warp, lane // 4, lane % 4, half of 16 rows, parity
