@@ -322,8 +322,7 @@ def begin_scores(
     p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
 ):  # fmt: skip
     """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own. From 0
-    with a soft cap, and in the second part: to load shifts into its sum, ptxas would wait for the first part's products.
-    """
+    with a soft cap, and in the second part: to load shifts into it, ptxas would wait for the first part's products."""
     FROM_SHIFTS: gl.constexpr = part == 0 and not p.SOFTCAP
     if part == 0:
         q_ring.await_full(position)

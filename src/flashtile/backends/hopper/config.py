@@ -118,8 +118,8 @@ class BackwardTiles:
 
 
 BACKWARD_D64 = BackwardTiles(64, stages=2, key_stages=2, value_stages=2, tile_m=128)
-"""128 queries in a step: half as many fences, and dQ 64 columns wide: products of 32 take longer to read shared memory than
-to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200."""
+"""128 queries in a step: half as many fences, and dQ 64 columns wide: products of 32 take longer to read shared memory
+than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200."""
 BACKWARD_D128 = BackwardTiles(128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
