@@ -97,6 +97,19 @@ def test_what_flows_in_may_lie_otherwise_in_every_backward_pass(backend, device)
 
 
 @every_backend
+def test_what_is_saved_may_lie_otherwise_than_what_came_in(backend, device):
+    """As by hooks that keep it elsewhere until the backward pass."""
+    case = spec((50, 50), (2, 2), (32, 32), right=0)
+    inputs = make_inputs(case, device)
+    q, k, v = torch.stack([inputs.q, inputs.k, inputs.v], dim=2).unbind(2)
+    packed = inputs._replace(q=q, k=k, v=v)
+    for keep in (lambda x: x, lambda x: x.contiguous(), lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            result = run(case, packed, backend)
+        assert [e for e in errors(case, packed, result) if not e.ok] == []
+
+
+@every_backend
 def test_packed_functions_equal_the_unpacked_one(backend, device):
     case = spec((40, 40), (2, 2), (32, 32), right=0)
     q, k, v, dout, _ = make_inputs(case, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -403,3 +404,27 @@ def test_bad_input_is_named_and_writes_nothing(name):
         flash_attn_with_kvcache(**arguments)
     assert torch.equal(before[0], k_cache)
     assert torch.equal(before[1], v_cache)
+
+
+@pytest.mark.parametrize(
+    ("what", "arch", "query", "pairs"),
+    [
+        ("dense", "sm_90", BF16, True),
+        ("odd dims", "sm_90", BF16, False),
+        ("odd strides", "sm_90", BF16, False),
+        ("odd address", "sm_90", BF16, False),
+        ("dense", "sm_90", FLOAT, False),
+        ("dense", "gfx942", BF16, False),
+    ],
+)
+def test_float8_is_loaded_in_pairs_where_no_pair_lies_apart(what, arch, query, pairs):
+    from flashtile.backends.triton.decode_launch import in_pairs
+
+    caches = {
+        "dense": torch.empty(2, 8, 2, 64, dtype=FP8),
+        "odd dims": torch.empty(2, 8, 2, 63, dtype=FP8),
+        "odd strides": torch.empty(2, 8, 2, 65, dtype=FP8)[..., :64],
+        "odd address": torch.empty(2 * 8 * 2 * 64 + 2, dtype=FP8)[1:-1].view(2, 8, 2, 64),
+    }
+    of_arch = SimpleNamespace(arch=arch)
+    assert in_pairs(of_arch, torch.empty(2, 1, 4, 64, dtype=query), caches["dense"], caches[what]) is pairs

@@ -191,6 +191,32 @@ def test_a_config_that_cannot_run_says_so(field, value, message):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tile_m": 128}, "tile_m: got 128; want 64"),
+        ({"head_dim": 64, "tile_m": 128, "padded": True}, "padded: got True with tile_m 128"),
+        ({"key_stages": 1}, "key_stages: got 1; want 2"),
+        ({"stages": 4}, "shared memory: got"),
+    ],
+)
+def test_a_config_of_the_backward_pass_that_cannot_run_says_so(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(config.BACKWARD_D128, **changes)
+
+
+@pytest.mark.parametrize(
+    ("dims", "name"),
+    [
+        ((16, 64), "BACKWARD_D64"), ((65, 8), "BACKWARD_D96"), ((40, 96), "BACKWARD_D96"), ((97, 97), "BACKWARD_D128"),
+        ((128, 64), "BACKWARD_D128"), ((64, 129), "BACKWARD_D192"), ((192, 128), "BACKWARD_D192_DV128"),
+        ((193, 8), "BACKWARD_D256_DV128"),
+    ],
+)  # fmt: skip
+def test_d_and_dv_choose_the_config_of_the_backward_pass(dims, name):
+    assert config.choose_backward(spec((64, 64), (1, 1), dims, BF16)) is getattr(config, name)
+
+
+@pytest.mark.parametrize(
     ("layout", "reason"),
     [
         ("contiguous", None),

@@ -44,7 +44,7 @@ def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-_MOST_LAYOUTS = 64
+_MOST_LAYOUTS = 8  # few callers have more than one or two; a launch in order holds a table on the GPU
 
 
 class Known:
@@ -54,11 +54,11 @@ class Known:
         self.spec = spec
         self.choice = choice
         self.forward = forward
-        self._backwards: dict[tuple, Backward] = {}  # by the layouts of dout and dlse, which the caller lays out
+        self._backwards: dict[tuple, Backward] = {}  # by the layouts of all that is given: a hook may save copies
 
     def backward(self, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv), of q, k, v, out and lse."""
-        key = tuple([None if x is None else (x.stride(), x.data_ptr() & 15) for x in (dout, dlse)])
+        key = tuple([None if x is None else (x.stride(), x.data_ptr() & 15) for x in (dout, dlse, *saved)])
         backward = self._backwards.get(key)
         if backward is None:
             if len(self._backwards) >= _MOST_LAYOUTS:

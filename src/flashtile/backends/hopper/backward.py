@@ -221,7 +221,8 @@ def put_dq(p, dq, ring, position):
 def send_dq(p, sums_desc, ring, position, row):
     """Adds the parts of dQ that lie in the buffers to the sums, or leaves that to `add_loop`.
 
-    A step after it was written: the fence would else wait for the writes, and the next step for the fence.
+    Called a step after `put_dq`: a fence right after the writes would wait for them. In order called at once, as other
+    tiles wait.
     """
     fence_async_shared()
     if p.ORDERED:
@@ -340,7 +341,7 @@ def begin_scores(
     p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
 ):  # fmt: skip
     """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own. From 0
-    with a soft cap, and in the second part: to load its registers ptxas would wait for the products of the first."""
+    with a soft cap, and in the second part: to load shifts into it, ptxas would wait for the first part's products."""
     FROM_SHIFTS: gl.constexpr = part == 0 and not p.SOFTCAP
     if part == 0:
         q_ring.await_full(position)
@@ -379,7 +380,8 @@ def probabilities_and_ds(
     """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, dS^T also in its ring. With two parts
     also line 12, as soon as P is there."""
     BEHIND: gl.constexpr = p.PARTS - 1  # products issued after dP: S of the last part, or dK of the first
-    s = warpgroup_mma_wait(1 + BEHIND, deps=(s,))
+    OF_DP: gl.constexpr = 2 if p.PADDED else 1  # as `over_dims` issues it
+    s = warpgroup_mma_wait(OF_DP + BEHIND, deps=(s,))
     probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row + part * QUERIES)
@@ -388,7 +390,7 @@ def probabilities_and_ds(
         left = gl.convert_layout(probs.to(dout.dtype), p_layout)
         dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
     delta = row_numbers(deltas, dout_ring, position, part, s_layout)
-    # P too, or dS would be begun before all of P is there
+    # behind dP: as above, and this part's dV; P too, or dS would be begun before all of P is there
     dp, probs = warpgroup_mma_wait(2 * BEHIND, deps=(dp, probs))
     ds = probs * (dp + delta)
     if p.SOFTCAP:
@@ -447,8 +449,9 @@ def compute_loop(
                 s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 dp = begin_dp(p, warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
                 has_last = has
-                if row_written >= 0:
-                    send_dq(p, sums_desc, dq_ring, position - 2, row_written)
+                if not p.ORDERED:
+                    if row_written >= 0:
+                        send_dq(p, sums_desc, dq_ring, position - 2, row_written)
                 if p.PARTS == 2:
                     # the first part's products go on while P and dS of the last are computed
                     s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
@@ -482,6 +485,8 @@ def compute_loop(
                 ds_ring.release(position - 1, pred=sums_row >= 0)
                 if sums_row >= 0:
                     put_dq(p, (dq,), dq_ring, position - 1)
+                    if p.ORDERED:
+                        send_dq(p, sums_desc, dq_ring, position - 1, sums_row)
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
@@ -493,9 +498,10 @@ def compute_loop(
                 has = True
                 position += 1
         v_ring.release(tile)
-        if row_written >= 0:
-            send_dq(p, sums_desc, dq_ring, position - 2, row_written)
-            row_written = -1
+        if not p.ORDERED:
+            if row_written >= 0:
+                send_dq(p, sums_desc, dq_ring, position - 2, row_written)
+                row_written = -1
         # line 18, by way of the buffer of dQ
         if p.ORDERED:
             dq_ring.await_empty(position - 1)

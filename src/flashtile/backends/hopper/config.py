@@ -83,7 +83,7 @@ class BackwardTiles:
     value_stages: int
     compute_registers: int = 240
     load_registers: int = 24
-    tile_m: int = 64  # or 128, in two parts, up to 128 dims
+    tile_m: int = 64  # or 128, in two parts, up to 64 dims
     padded: bool = False  # the last quarter of the dims in shared memory is zeros, which S and dP leave out
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     parts_v: int = 1  # as V and dO do
@@ -93,10 +93,12 @@ class BackwardTiles:
     def __post_init__(self) -> None:
         if self.key_stages < 2 and not self.wide:
             raise ValueError(f"key_stages: got {self.key_stages}; want 2: a tile ends after the next has begun")
-        if self.tile_m not in ((64,) if self.wide else (64, 128)):
-            raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 up to 128 dims")
+        if self.tile_m not in ((64, 128) if self.head_dim == 64 else (64,)):
+            raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 at 64 dims")
         if self.padded and self.tile_m == 128:
-            raise ValueError("padded: got True with tile_m 128; want a step of one part")
+            raise ValueError(
+                "padded: got True with tile_m 128; want 64: two parts count on S and dP of one product each"
+            )
         if not self.wide and (self.head_dim != self.head_dim_v or self.parts * self.parts_v > 1):
             raise ValueError(f"head_dim: want one width, in one part, up to 128 dims: {self}")
         if not (self.wide or self.dq_buffer):
@@ -132,13 +134,13 @@ class BackwardTiles:
 
 
 BACKWARD_D64 = BackwardTiles(64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128)
-"""128 queries in a step: half as many waits for shared memory, and dQ of 64 columns, not 32, whose products would read
-more of it than they compute. To be measured."""
+"""128 queries in a step: half as many fences, and dQ 64 columns wide: products of 32 take longer to read shared memory
+than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200."""
 BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
 BACKWARD_D96 = replace(BACKWARD_D128, padded=True)
-"""To be measured."""
+"""S = 4k full +8 %, causal +6 % on an H200, against 128 dims with zeros."""
 BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
 """Blocks of 64 dims are not padded to 256: a third less to load and to add up. To be measured."""
 BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3)

@@ -89,7 +89,7 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]]
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
 # - (1, 128), 16 rows, among ten tiles (decode-float8-h200.json): 64 keys on 2 warps, which meet at fewer barriers, 4
 #   programs. In one piece 128 keys on 4 warps, 3 stages, 2 programs are as fast, 1 % to either side; at 64,32,8,4096
-#   they take 153 us to 144 in pages of 256, 180 to 164 in pages of 16. There 32 keys on one warp take 151: no row.
+#   they take 153 us to 144 in pages of 256, 180 to 164 in pages of 16. There 16 keys on one warp take 149: no row.
 # All else is reasoned as above, and not measured.
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
