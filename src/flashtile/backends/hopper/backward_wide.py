@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward import (
+from .backward_problem import (
     BATCH,
     END,
     FIELDS,
@@ -29,7 +29,6 @@ from .backward import (
     KEYS,
     TURN,
     Problem,
-    anew,
     begin_scores,
     by_thread,
     first_step,
@@ -39,7 +38,7 @@ from .backward import (
     probabilities,
     row_numbers,
 )
-from .channel import make_ring, ring_of
+from .channel import anew, make_ring, ring_of
 from .tile import matrix, pass_turn, store_rows, take_turn
 
 

@@ -1,0 +1,216 @@
+"""What both kernels of the backward pass share: the problem, its loads, scores and probabilities.
+
+Legend: as in backward.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from .compat import aggregate, load_async
+from .tile import matrix, tanh
+
+KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
+QUERIES = gl.constexpr(64)  # of one part of a step
+
+
+# What the host's schedule says of a tile: `tile_fields` in schedule.py fills it in.
+BATCH = gl.constexpr(0)
+HEAD_K = gl.constexpr(1)
+KEY = gl.constexpr(2)  # its first key
+FIRST = gl.constexpr(3)  # blocks first ... end hold every query that sees a key of the tile, at least one
+END = gl.constexpr(4)
+FULL_FIRST = gl.constexpr(5)  # of these, full_first ... full_end need no mask
+FULL_END = gl.constexpr(6)
+KEYS_HERE = gl.constexpr(7)  # keys from its first to the end of K
+RIGHT_EDGE = gl.constexpr(8)  # the first and the last query that see its first key
+LEFT_EDGE = gl.constexpr(9)
+TURN = gl.constexpr(10)  # blocks past the first at which the tile begins; or -(first + end): it goes backwards
+FIELDS = gl.constexpr(16)
+
+
+@aggregate
+class Problem:
+    """One backward problem and how it is tiled."""
+
+    heads_q: gl.tensor
+    group: gl.tensor
+    row_blocks: gl.tensor  # blocks of TILE_M queries of one head
+    heads: gl.tensor  # B * Hq
+    unit: gl.tensor  # scores in base 2 are s * unit
+    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
+    softmax_scale: gl.tensor
+    schedule: gl.tensor  # (programs, rounds, FIELDS) int32: how many tiles, the tiles, and one that is only begun
+    rounds: gl.tensor
+    TILE_M: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    SOFTCAP: gl.constexpr
+    ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
+    PADDED: gl.constexpr  # the last quarter of the dims in shared memory is zeros
+    PARTS: gl.constexpr  # of a step
+
+    @gluon.constexpr_function
+    def __init__(
+        self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
+        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PADDED,
+    ):  # fmt: skip
+        self.heads_q = heads_q
+        self.group = group
+        self.row_blocks = row_blocks
+        self.heads = heads
+        self.unit = unit
+        self.cap_in = cap_in
+        self.softmax_scale = softmax_scale
+        self.schedule = schedule
+        self.rounds = rounds
+        self.TILE_M = gl.constexpr(TILE_M)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.ORDERED = gl.constexpr(ORDERED)
+        self.PADDED = gl.constexpr(PADDED)
+        self.PARTS = gl.constexpr(TILE_M // QUERIES)
+
+    @gluon.jit
+    def tiles(self):
+        """(this program's first tile, how many it has)."""
+        start = self.schedule + gl.program_id(0) * self.rounds * FIELDS
+        return start + FIELDS, gl.load(start)
+
+    @gluon.jit
+    def turned(self, i, first, end, turn):
+        """Blocks first ... end from `turn` past the first on, then those before it; or backwards, as ~(i + turn)."""
+        block = i + turn
+        if self.ORDERED:  # else no tile goes backwards
+            block ^= turn >> 31
+        return gl.where(block < end, block, block - (end - first))
+
+
+@gluon.jit
+def load_keys(desc, ring, position, batch, head, key):
+    """Line 6: a tile's K or V, in as many parts as there are warpgroups that share it out."""
+    full = ring.await_empty(position)
+    mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
+    for part in gl.static_range(ring.parts):
+        load_async(desc, [batch, key + part * KEYS, head, 0], full, ring.buffer(position, part))
+
+
+@gluon.jit
+def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, which: gl.constexpr):
+    """Line 9: a block of Q and its shifts, or a block of dO and its deltas."""
+    full = ring.await_empty(position)
+    mbarrier.expect(full, desc.block_type.nbytes + rows_desc.block_type.nbytes)
+    load_async(desc, [batch, row, head, 0], full, ring.buffer(position, 0))
+    at = ((which * p.heads + batch * p.heads_q + head) * p.row_blocks) * p.TILE_M + row
+    load_async(rows_desc, [at], full, numbers.index(ring.slot(position)))
+
+
+@gluon.jit
+def first_step(ring):
+    """The position at which both the rings of queries and that of dS, two deep, start."""
+    return 2 * ring.first()
+
+
+@gluon.jit
+def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas):
+    """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO."""
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
+    tile = k_ring.first()
+    for _ in range(n_tiles):
+        batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
+        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
+        load_keys(k_desc, k_ring, tile, batch, head_k, key)
+        for i in range(p.group):
+            head = head_k * p.group + i
+            for j in range(first, end):
+                row = p.turned(j, first, end, turn) * p.TILE_M
+                load_rows(p, q_desc, rows_desc, q_ring, shifts, position, batch, head, row, 0)
+                if i == 0:
+                    if j == first:
+                        load_keys(v_desc, v_ring, tile, batch, head_k, key)
+                load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
+                position += 1
+        tile += 1
+        entry += FIELDS
+
+
+@gluon.jit
+def mask(p, probs, entry, key, row):
+    """P^T with 0 where query row + j does not see key + i of the tile: limits in a register per key, queries as
+    constants."""
+    keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, probs.type.layout))
+    queries = gl.arange(0, QUERIES, gl.SliceLayout(0, probs.type.layout))
+    first = gl.where(keys < gl.load(entry + KEYS_HERE), 0, QUERIES)
+    if p.HAS_RIGHT:
+        first = gl.maximum(first, keys + (gl.load(entry + RIGHT_EDGE) - row))
+    probs = gl.where(queries[None, :] >= first[:, None], probs, 0.0)
+    if p.HAS_LEFT:
+        last = keys + (gl.load(entry + LEFT_EDGE) - row)
+        probs = gl.where(queries[None, :] <= last[:, None], probs, 0.0)
+    return probs
+
+
+@gluon.jit
+def rows_of(ring, position, part: gl.constexpr):
+    """(QUERIES, D): one part of a block of Q or dO."""
+    return matrix(ring.buffer(position, 0)).slice(part * QUERIES, QUERIES)
+
+
+@gluon.jit
+def row_numbers(numbers, ring, position, part: gl.constexpr, layout: gl.constexpr):
+    """(KEYS, QUERIES): the shifts or deltas of a part of a step, which is loaded."""
+    row = numbers.index(ring.slot(position)).slice(part * QUERIES, QUERIES).load(gl.SliceLayout(0, layout))
+    everywhere, _ = gl.broadcast(row[None, :], gl.zeros([KEYS, QUERIES], gl.float32, layout))
+    return everywhere
+
+
+@gluon.jit
+def over_dims(p, keys, queries, start, use_acc: gl.constexpr):
+    """Issues start + keys queries^T, over the dims that are no padding."""
+    if p.PADDED:
+        HALF: gl.constexpr = keys.shape[1] // 2
+        QUARTER: gl.constexpr = HALF // 2
+        left, right = keys.slice(0, HALF, dim=1), queries.slice(0, HALF, dim=1)
+        start = warpgroup_mma(left, right.permute((1, 0)), start, use_acc=use_acc, is_async=True)
+        keys, queries = keys.slice(HALF, QUARTER, dim=1), queries.slice(HALF, QUARTER, dim=1)
+    return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=use_acc or p.PADDED, is_async=True)
+
+
+@gluon.jit
+def begin_scores(
+    p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
+):  # fmt: skip
+    """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own. From 0
+    with a soft cap, and in the second part: to load shifts into it, ptxas would wait for the first part's products."""
+    FROM_SHIFTS: gl.constexpr = part == 0 and not p.SOFTCAP
+    if part == 0:
+        q_ring.await_full(position)
+    start = gl.zeros([KEYS, QUERIES], gl.float32, layout)
+    if FROM_SHIFTS:
+        start = row_numbers(shifts, q_ring, position, part, layout)
+    k = matrix(k_ring.buffer(tile, warpgroup))
+    q = rows_of(q_ring, position, part)
+    return over_dims(p, k, q, start, FROM_SHIFTS)
+
+
+@gluon.jit
+def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl.constexpr):
+    """Line 11: (P^T, the tanh of the scores if there is a soft cap), of scores from `begin_scores`."""
+    capped = s
+    if p.SOFTCAP:
+        capped = tanh(s * p.cap_in)
+    s = capped
+    if part == 1 or p.SOFTCAP:
+        s = capped + row_numbers(shifts, q_ring, position, part, layout)
+    return gl.exp2(s * p.unit), capped
+
+
+@gluon.jit
+def by_thread(dq):
+    """(128, fours, 2, 2): a half of dQ as the threads of a warpgroup hold it, four numbers at a time."""
+    D: gl.constexpr = dq.shape[1]
+    # rows are (warp, half, lane // 4), columns (eight, lane % 4, parity)
+    x = dq.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 2, 4, 3, 1, 5))
+    return x.reshape([128, D // 8, 2, 2])
