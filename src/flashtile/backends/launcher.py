@@ -119,7 +119,7 @@ def backward_pass(
     out: Tensor, lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, laid out as torch.empty_like(q), (k) and (v), of kernels that write them from all the others."""
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = _gradients(q, k, v)
     launcher(spec, (dout, dlse, q, k, v, out, lse), gradients)
     return gradients
 
@@ -129,13 +129,13 @@ def backward_pass_like(
     out: Tensor, lse: Tensor,
 ) -> Backward:  # fmt: skip
     """`backward_pass` for tensors that lie like these: with nothing left to look up, for the sake of small calls."""
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = _gradients(q, k, v)
     run = launcher.run_for(spec, (dout, dlse, q, k, v, out, lse), gradients)
 
     def backward(
         dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        gradients = _gradients(q, k, v)
         run(dout, dlse, q, k, v, out, lse, *gradients)
         return gradients
 
@@ -146,6 +146,10 @@ def _results(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]
     out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=spec.dtype, device=device)
     lse = torch.empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32, device=device)
     return out, lse
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def on_current_stream(launch: StreamLaunch, device: torch.device) -> Run:

@@ -14,164 +14,40 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .channel import anew, load_parts, make_ring, ring_of
-from .compat import add_async, aggregate, load_async, seen_as
-from .tile import matrix, pass_turn, store_rows, take_turn, tanh
-
-SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
-KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
-QUERIES = gl.constexpr(64)  # of one part of a step
-WARPGROUPS = gl.constexpr(2)
-
-
-# What the host's schedule says of a tile: `tile_fields` in schedule.py fills it in.
-BATCH = gl.constexpr(0)
-HEAD_K = gl.constexpr(1)
-KEY = gl.constexpr(2)  # its first key
-FIRST = gl.constexpr(3)  # blocks first ... end hold every query that sees a key of the tile, at least one
-END = gl.constexpr(4)
-FULL_FIRST = gl.constexpr(5)  # of these, full_first ... full_end need no mask
-FULL_END = gl.constexpr(6)
-KEYS_HERE = gl.constexpr(7)  # keys from its first to the end of K
-RIGHT_EDGE = gl.constexpr(8)  # the first and the last query that see its first key
-LEFT_EDGE = gl.constexpr(9)
-TURN = gl.constexpr(10)  # blocks past the first at which the tile begins; or -(first + end): it goes backwards
-FIELDS = gl.constexpr(16)
-
-
-@aggregate
-class Problem:
-    """One backward problem and how it is tiled."""
-
-    heads_q: gl.tensor
-    group: gl.tensor
-    row_blocks: gl.tensor  # blocks of TILE_M queries of one head
-    heads: gl.tensor  # B * Hq
-    unit: gl.tensor  # scores in base 2 are s * unit
-    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
-    softmax_scale: gl.tensor
-    schedule: gl.tensor  # (programs, rounds, FIELDS) int32: how many tiles, the tiles, and one that is only begun
-    rounds: gl.tensor
-    TILE_M: gl.constexpr
-    HAS_LEFT: gl.constexpr
-    HAS_RIGHT: gl.constexpr
-    SOFTCAP: gl.constexpr
-    ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
-    PADDED: gl.constexpr  # the last quarter of the dims in shared memory is zeros
-    PARTS: gl.constexpr  # of a step
-
-    @gluon.constexpr_function
-    def __init__(
-        self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
-        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PADDED,
-    ):  # fmt: skip
-        self.heads_q = heads_q
-        self.group = group
-        self.row_blocks = row_blocks
-        self.heads = heads
-        self.unit = unit
-        self.cap_in = cap_in
-        self.softmax_scale = softmax_scale
-        self.schedule = schedule
-        self.rounds = rounds
-        self.TILE_M = gl.constexpr(TILE_M)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.ORDERED = gl.constexpr(ORDERED)
-        self.PADDED = gl.constexpr(PADDED)
-        self.PARTS = gl.constexpr(TILE_M // QUERIES)
-
-    @gluon.jit
-    def tiles(self):
-        """(this program's first tile, how many it has)."""
-        start = self.schedule + gl.program_id(0) * self.rounds * FIELDS
-        return start + FIELDS, gl.load(start)
-
-    @gluon.jit
-    def turned(self, i, first, end, turn):
-        """Blocks first ... end from `turn` past the first on, then those before it; or backwards, as ~(i + turn)."""
-        block = i + turn
-        if self.ORDERED:  # else no tile goes backwards
-            block ^= turn >> 31
-        return gl.where(block < end, block, block - (end - first))
-
-
-@gluon.jit
-def load_keys(desc, ring, position, batch, head, key, PARTS: gl.constexpr):
-    """Line 6: a tile's K or V, in PARTS parts of its dims and as many blocks as warpgroups share out its keys."""
-    full = ring.await_empty(position)
-    mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
-    for block in gl.static_range(ring.parts // PARTS):
-        load_parts(desc, batch, key + block * KEYS, head, full, ring, position, block, PARTS)
-
-
-@gluon.jit
-def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, which: gl.constexpr):
-    """Line 9: a block of Q and its shifts, or a block of dO and its deltas."""
-    full = ring.await_empty(position)
-    mbarrier.expect(full, desc.block_type.nbytes * ring.parts + rows_desc.block_type.nbytes)
-    load_parts(desc, batch, row, head, full, ring, position, 0, ring.parts)
-    at = ((which * p.heads + batch * p.heads_q + head) * p.row_blocks) * p.TILE_M + row
-    load_async(rows_desc, [at], full, numbers.index(ring.slot(position)))
-
-
-@gluon.jit
-def first_step(ring):
-    """The position at which both the rings of queries and that of dS, two deep, start."""
-    return 2 * ring.first()
-
-
-@gluon.jit
-def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas):
-    """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO."""
-    entry, n_tiles = p.tiles()
-    position = first_step(q_ring)
-    tile = k_ring.first()
-    for _ in range(n_tiles):
-        batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
-        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        load_keys(k_desc, k_ring, tile, batch, head_k, key, q_ring.parts)
-        for i in range(p.group):
-            head = head_k * p.group + i
-            for j in range(first, end):
-                row = p.turned(j, first, end, turn) * p.TILE_M
-                load_rows(p, q_desc, rows_desc, q_ring, shifts, position, batch, head, row, 0)
-                if i == 0:
-                    if j == first:
-                        load_keys(v_desc, v_ring, tile, batch, head_k, key, dout_ring.parts)
-                load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
-                position += 1
-        tile += 1
-        entry += FIELDS
-
-
-@gluon.jit
-def mask(p, probs, entry, key, row):
-    """P^T with 0 where query row + j does not see key + i of the tile: limits in a register per key, queries as
-    constants."""
-    keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, probs.type.layout))
-    queries = gl.arange(0, QUERIES, gl.SliceLayout(0, probs.type.layout))
-    first = gl.where(keys < gl.load(entry + KEYS_HERE), 0, QUERIES)
-    if p.HAS_RIGHT:
-        first = gl.maximum(first, keys + (gl.load(entry + RIGHT_EDGE) - row))
-    probs = gl.where(queries[None, :] >= first[:, None], probs, 0.0)
-    if p.HAS_LEFT:
-        last = keys + (gl.load(entry + LEFT_EDGE) - row)
-        probs = gl.where(queries[None, :] <= last[:, None], probs, 0.0)
-    return probs
-
-
-@gluon.jit
-def rows_of(ring, position, part: gl.constexpr):
-    """(QUERIES, D): one part of a block of Q or dO."""
-    return matrix(ring.buffer(position, 0)).slice(part * QUERIES, QUERIES)
+from .backward_problem import (
+    BATCH,
+    END,
+    FIELDS,
+    FIRST,
+    FULL_END,
+    FULL_FIRST,
+    HEAD_K,
+    KEY,
+    KEYS,
+    QUERIES,
+    TURN,
+    WARPGROUPS,
+    Problem,
+    add_loop,
+    begin_scores,
+    first_step,
+    load_loop,
+    mask,
+    over_parts,
+    probabilities,
+    put_dq,
+    row_numbers,
+    rows_of,
+    send_dq,
+)
+from .channel import anew, make_ring, ring_of
+from .compat import seen_as
+from .tile import matrix, pass_turn, store_rows, take_turn
 
 
 @gluon.jit
@@ -194,182 +70,12 @@ def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero
 
 
 @gluon.jit
-def by_thread(dq):
-    """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
-    D: gl.constexpr = dq.shape[1]
-    # rows are (warp, half, lane // 4), columns (eight, lane % 4, parity)
-    x = dq.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 2, 4, 3, 1, 5))
-    return x.reshape([128, D // 8, 2, 2])
-
-
-@gluon.jit
-def put_dq(p, dq, ring, position):
-    """Writes this warpgroup's parts of dQ to their buffers: four numbers of each thread, then the next four, which
-    `finish_kernel` puts right.
-
-    By way of shared memory: reductions from registers keep the loads of the next step waiting.
-    """
-    tma.store_wait(0)  # dQ of the step before, or dK, by the same buffer
-    if p.ORDERED:
-        ring.await_empty(position)
-    for part in gl.static_range(ring.parts):
-        buffer = ring.buffer(position, part)
-        buffer.store(by_thread(dq[part]).permute((1, 0, 2, 3)).reshape(buffer.shape))
-
-
-@gluon.jit
-def send_dq(p, sums_desc, ring, position, row):
-    """Adds the parts of dQ that lie in the buffers to the sums, or leaves that to `add_loop`.
-
-    Called a step after `put_dq`: a fence right after the writes would wait for them. In order called at once, as other
-    tiles wait.
-    """
-    fence_async_shared()
-    if p.ORDERED:
-        ring.fill(position)
-    else:
-        add_parts(sums_desc, ring, position, row)
-
-
-@gluon.jit
-def add_parts(sums_desc, ring, position, row):
-    """Line 15: copies that add buffers to the sums, from a row on."""
-    for part in gl.static_range(ring.parts):
-        add_async(sums_desc, [row + part * sums_desc.block_shape[0], 0], ring.buffer(position, part))
-
-
-@gluon.jit
-def await_added(added_ptr, tiles):
-    """Waits until so many tiles have added to a block of dQ; then this one may, by a copy."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred missing;
-        again: ld.acquire.gpu.global.b32 $0, [$1];
-        setp.ne.b32 missing, $0, $2;
-        @missing bra again;
-        fence.proxy.async.global;
-        }""",
-        "=&r,l,r", [added_ptr, tiles], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def count_added(added_ptr):
-    """Waits until what this warp added to a block of dQ is there, not only read, and says so."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred one;
-        cp.async.bulk.wait_group 0;
-        bar.warp.sync 0xffffffff;
-        elect.sync _|one, 0xffffffff;
-        @one red.release.gpu.global.add.u32 [$1], 1;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def add_loop(
-    warpgroup: gl.constexpr, TILE_N: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring,
-    added_ptr, ranks_ptr,
-):  # fmt: skip
-    """The warp that adds a warpgroup's parts of dQ of every step to the sums, in the order of the ranks: line 15.
-
-    Each warpgroup has its own: one for both would wait for two copies in a step.
-    """
-    SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    FIRST_PART: gl.constexpr = warpgroup * (DQ_PARTS - DQ_PARTS // WARPGROUPS)
-    entry, n_tiles = p.tiles()
-    position = first_step(q_ring)
-    for _ in range(n_tiles):
-        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        of_step = ranks_ptr + gl.load(entry + KEY) // TILE_N * p.group * p.row_blocks
-        rank = gl.load(of_step)
-        for i in range(p.group):
-            for j in range(first, end):
-                block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                at = block * WARPGROUPS + warpgroup
-                await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
-                dq_ring.await_full(position)
-                add_parts(sums_desc, dq_ring, position, (block * DQ_PARTS + FIRST_PART) * SUMS_ROWS)
-                tma.store_wait(0)  # until the buffer is read
-                dq_ring.release(position)
-                of_step += 1
-                rank = gl.load(of_step)  # of the next step, before it is needed
-                count_added(added_ptr + at)
-                position += 1
-        entry += FIELDS
-
-
-@gluon.jit
-def row_numbers(numbers, ring, position, part: gl.constexpr, layout: gl.constexpr):
-    """(KEYS, QUERIES): the shifts or deltas of a part of a step, which is loaded."""
-    row = numbers.index(ring.slot(position)).slice(part * QUERIES, QUERIES).load(gl.SliceLayout(0, layout))
-    everywhere, _ = gl.broadcast(row[None, :], gl.zeros([KEYS, QUERIES], gl.float32, layout))
-    return everywhere
-
-
-@gluon.jit
-def over_dims(p, keys, queries, start, use_acc: gl.constexpr):
-    """Issues start + keys queries^T, over the dims that are no padding."""
-    if p.PADDED:
-        HALF: gl.constexpr = keys.shape[1] // 2
-        QUARTER: gl.constexpr = HALF // 2
-        left, right = keys.slice(0, HALF, dim=1), queries.slice(0, HALF, dim=1)
-        start = warpgroup_mma(left, right.permute((1, 0)), start, use_acc=use_acc, is_async=True)
-        keys, queries = keys.slice(HALF, QUARTER, dim=1), queries.slice(HALF, QUARTER, dim=1)
-    return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=use_acc or p.PADDED, is_async=True)
-
-
-@gluon.jit
-def over_parts(
-    p, block: gl.constexpr, part: gl.constexpr, tile, position, keys_ring, queries_ring, start, use_acc: gl.constexpr
-):  # fmt: skip
-    """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims."""
-    PARTS: gl.constexpr = queries_ring.parts
-    for dims in gl.static_range(PARTS):
-        keys = matrix(keys_ring.buffer(tile, block * PARTS + dims))
-        queries = matrix(queries_ring.buffer(position, dims)).slice(part * QUERIES, QUERIES)
-        start = over_dims(p, keys, queries, start, use_acc or dims > 0)
-    return start
-
-
-@gluon.jit
-def begin_scores(
-    p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
-):  # fmt: skip
-    """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own. From 0
-    with a soft cap, and in the second part: to load shifts into it, ptxas would wait for the first part's products."""
-    FROM_SHIFTS: gl.constexpr = part == 0 and not p.SOFTCAP
-    if part == 0:
-        q_ring.await_full(position)
-    start = gl.zeros([KEYS, QUERIES], gl.float32, layout)
-    if FROM_SHIFTS:
-        start = row_numbers(shifts, q_ring, position, part, layout)
-    return over_parts(p, warpgroup, part, tile, position, k_ring, q_ring, start, FROM_SHIFTS)
-
-
-@gluon.jit
 def begin_dp(p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dout_ring, v_ring, layout: gl.constexpr):
     """Line 13: issues dP^T = V dO^T."""
     if part == 0:
         dout_ring.await_full(position)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, layout)
     return over_parts(p, warpgroup, part, tile, position, v_ring, dout_ring, zero, False)
-
-
-@gluon.jit
-def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl.constexpr):
-    """Line 11: (P^T, the tanh of the scores if there is a soft cap), of scores from `begin_scores`."""
-    capped = s
-    if p.SOFTCAP:
-        capped = tanh(s * p.cap_in)
-    s = capped
-    if part == 1 or p.SOFTCAP:
-        s = capped + row_numbers(shifts, q_ring, position, part, layout)
-    return gl.exp2(s * p.unit), capped
 
 
 @gluon.jit

@@ -15,7 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from . import config
-from .backward import FIELDS, SUMS_WIDTH, backward_kernel
+from .backward import backward_kernel
+from .backward_problem import FIELDS, SUMS_WIDTH
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_wide import wide_backward_kernel
 from .launch import LOG2E, OPTIONS, Box, describe

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward import (
+from .backward_problem import (
     BATCH,
     END,
     FIELDS,
@@ -34,7 +34,6 @@ from .backward import (
     TURN,
     Problem,
     add_loop,
-    anew,
     begin_scores,
     by_thread,
     first_step,
@@ -46,7 +45,7 @@ from .backward import (
     row_numbers,
     send_dq,
 )
-from .channel import make_ring, ring_of
+from .channel import anew, make_ring, ring_of
 from .compat import store_async
 from .tile import matrix, pass_turn, take_turn
 

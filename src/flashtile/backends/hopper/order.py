@@ -41,7 +41,7 @@ def team(spec: AttentionSpec, cost: list[float], programs: int) -> tuple[int, li
 
 
 def visits(first: int, end: int, turn: int) -> Tensor:
-    """Blocks first ... end in the order of `turned` in backward.py."""
+    """Blocks first ... end in the order of `turned` in backward_problem.py."""
     if turn < 0:
         return torch.arange(first, end).flip(0)
     return torch.arange(first, end).roll(-turn)
