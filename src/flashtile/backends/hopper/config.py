@@ -142,13 +142,14 @@ BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 BACKWARD_D96 = replace(BACKWARD_D128, padded=True)
 """S = 4k full +8 %, causal +6 % on an H200, against 128 dims with zeros."""
 BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
-"""Blocks of 64 dims are not padded to 256: a third less to load and to add up. To be measured."""
+"""Blocks of 64 dims are not padded to 256: a third less to load and to add up. S = 2k and 8k full +34, +37 % on an
+H200; dQ by way of a buffer +8, +9 %."""
 BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3)
-"""To be measured."""
+"""As above: S = 2k full +17 %, 8k causal +23 %; the buffer +18, +19 %."""
 BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, dq_buffer=False)
 """What fits."""
 BACKWARD_D256_DV128 = replace(BACKWARD_D256, head_dim_v=128, key_stages=2)
-"""To be measured."""
+"""Dv is not padded: S = 2k full +2 %, 8k causal +8 %."""
 
 
 def choose_backward(spec: AttentionSpec) -> BackwardTiles:
