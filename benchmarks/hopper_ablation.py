@@ -47,36 +47,36 @@ def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
 def load_q("""
 PING_PONG = [("\n@gluon.jit\ndef load_q(", NO_TURNS)]
 OVERLAP = [  # O += P V is waited for before the softmax, not after it
-    ("    s = warpgroup_mma_wait(1, deps=(s,))\n    k_ring",
-     "    s, o = warpgroup_mma_wait(0, deps=(s, o))\n    k_ring"),
-    ("        s = warpgroup_mma_wait(1, deps=(s,))\n        k_ring",
-     "        s, o = warpgroup_mma_wait(0, deps=(s, o))\n        k_ring"),
-    ("        o = warpgroup_mma_wait(0, deps=(o,))\n        v_ring.release(position - 1)\n    else",
+    ("    s = warpgroup_mma_wait(v_ring.parts, deps=(s,))\n    k_ring",
+     "    o = product_wait(o)\n    s = warpgroup_mma_wait(0, deps=(s,))\n    k_ring"),
+    ("        s = warpgroup_mma_wait(v_ring.parts, deps=(s,))\n        k_ring",
+     "        o = product_wait(o)\n        s = warpgroup_mma_wait(0, deps=(s,))\n        k_ring"),
+    ("        o = product_wait(o)\n        v_ring.release(position - 1)\n    else",
      "        v_ring.release(position - 1)\n    else"),
-    ("        o = warpgroup_mma_wait(0, deps=(o,))\n        v_ring.release(position - 1)\n        o = o *",
-     "        v_ring.release(position - 1)\n        o = o *"),
-    ("        o = warpgroup_mma_wait(0, deps=(o,))\n        v_ring.release(position - 1, pred=t > 0)",
+    ("        o = product_wait(o)\n        v_ring.release(position - 1)\n        o = scaled",
+     "        v_ring.release(position - 1)\n        o = scaled"),
+    ("        o = product_wait(o)\n        v_ring.release(position - 1, pred=t > 0)",
      "        v_ring.release(position - 1, pred=t > 0)"),
 ]  # fmt: skip
 
 END_OF_TILE = """
         v_ring.await_full(position - 1)
         pv = unpack(probs, out_desc.dtype, p_layout)
-        o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=(o,))
+        o = add_product(o, pv, v_ring, position - 1, has_o)
+        o = product_wait(o)
         v_ring.release(position - 1)
         finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
 """
 FLAT_LOOP = [  # the last O += P V of a tile and its epilogue come before the next tile is begun
     ("""        v_ring.await_full(position - 1, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
-        o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
+        o = add_product(o, pv, v_ring, position - 1, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
 """, """        pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
 """),
-    ("""        o = warpgroup_mma_wait(0, deps=(o,))
+    ("""        o = product_wait(o)
         v_ring.release(position - 1, pred=t > 0)
         if t > 0:
             finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,

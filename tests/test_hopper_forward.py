@@ -29,8 +29,10 @@ CASES = {
     "packed, one query": spec((1, 600), (12, 3), (256, 256), BF16, batch=2),
     "D 128": spec((260, 390), (2, 1), (128, 96), BF16, batch=1, right=0),
     "D 80, Dv 72": spec((200, 300), (2, 1), (80, 72), BF16, batch=1, right=0),
+    "D 64, Dv 128": spec((200, 300), (2, 1), (64, 128), BF16, batch=1, right=0),
     "D 160, Dv 192": spec((200, 300), (2, 1), (160, 192), BF16, batch=1, right=0),
     "D 192, Dv 128": spec((200, 700), (4, 2), (192, 128), BF16, batch=1, right=0),
+    "D 192, Dv 256": spec((200, 300), (2, 1), (192, 256), HALF, batch=1, right=0, softcap=4.0),
     "D 256": spec((200, 200), (4, 2), (256, 192), BF16, batch=1, right=0),
 }
 

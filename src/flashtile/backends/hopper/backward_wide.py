@@ -47,7 +47,7 @@ from .backward_problem import (
 )
 from .channel import anew, make_ring, ring_of
 from .compat import store_async
-from .tile import matrix, pass_turn, take_turn
+from .tile import add_product, matrix, pass_turn, take_turn, zeros
 
 
 @gluon.jit
@@ -84,22 +84,6 @@ def end_add(p, sums, ring, position, row):
     if ring is not None:
         if row >= 0:
             send_dq(p, sums, ring, position, row)
-
-
-@gluon.jit
-def zeros(rows: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr):
-    """Sums in registers: PARTS of (rows, WIDTH)."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return (gl.zeros([rows, WIDTH], gl.float32, layout),) * PARTS
-
-
-@gluon.jit
-def add_product(sums, left, ring, position, has):
-    """Lines 12 and 16: issues sums + left x, for each part of the dims of x, or left x where the sums have nothing."""
-    for part in gl.static_range(len(sums)):
-        x = matrix(ring.buffer(position, part))
-        sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
-    return sums
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ class Tiles:
     """Warpgroups of tile_m rows each, key blocks of tile_n keys, and how many Q and K, V blocks are in flight."""
 
     head_dim: int  # D as Q and K lie in shared memory
-    head_dim_v: int  # Dv: a power of two
+    head_dim_v: int  # Dv as V and O do
     warpgroups: int
     tile_n: int
     q_stages: int
@@ -22,6 +22,7 @@ class Tiles:
     compute_registers: int
     q_in_registers: bool = False  # rather than read from shared memory for every key block
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
+    parts_v: int = 1  # as V does
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24
     tile_m: int = 64  # rows of one wgmma
@@ -42,7 +43,7 @@ class Tiles:
     @property
     def shared_bytes(self) -> int:
         q_and_k = (self.q_stages * self.rows + self.stages * self.tile_n) * self.head_dim
-        v_and_out = (self.stages * self.tile_n + self.rows // self.out_parts) * self.head_dim_v
+        v_and_out = self.stages * self.tile_n * self.head_dim_v + self.rows * self.head_dim_v // self.out_parts
         barriers = 16 * (self.q_stages + 2 * self.stages)
         failures = 4 * 4 * self.tile_m
         return 2 * (q_and_k + v_and_out) + barriers + failures
@@ -57,13 +58,19 @@ stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 48
 D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
 +9 % at S = 512, 0 at 16k."""
-D96 = Tiles(96, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, parts=3)
+D96 = Tiles(
+    96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
+)
 """Q and K in blocks of 32 dims are not padded to 128: S = 4k 0.99 -> 1.04 of flash-attn 4, causal 1.02 -> 1.11."""
+D96_DV128 = Tiles(96, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, parts=3)
+"""To be measured."""
 D192_DV128 = Tiles(
     192, 128, warpgroups=2, tile_n=128, q_stages=1, stages=2, compute_registers=240, parts=3, out_parts=2
 )
 """Q and K in blocks of 64 dims are not padded to 256: S = 2k and 8k full 472 and 502 -> 685 and 742 TFLOP/s."""
-D192 = Tiles(192, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, parts=3, out_parts=2)
+D192 = Tiles(
+    192, 192, warpgroups=2, tile_n=64, q_stages=1, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
+)
 """As above, but O is as wide as at 256: S = 2k and 8k full 0.96 and 0.93 of flash-attn 4's speed."""
 D256 = Tiles(256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, out_parts=2)
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O."""
@@ -178,11 +185,13 @@ def heads_per_tile(spec: AttentionSpec, tiles: Tiles) -> int:
 def choose(spec: AttentionSpec) -> Tiles:
     """The tiles for a spec."""
     dims = max(spec.head_dim, spec.head_dim_v)
+    if dims > 192:
+        return D256
     if dims > 128:
-        if spec.head_dim > 192:
-            return D256
         return D192 if spec.head_dim_v > 128 else D192_DV128
     if dims > 64:
-        return D128 if spec.head_dim > 96 else D96
+        if spec.head_dim > 96:
+            return D128
+        return D96_DV128 if spec.head_dim_v > 96 else D96
     short = spec.seqlen_q <= (2048 if spec.window_right >= 0 else 1024)
     return D64_SHORT if short else D64

@@ -10,7 +10,7 @@ cancels in O / l and in L, as long as nothing overflows; a program that finds it
 running maximum of the paper.
 
 Legend: q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), out (B, Sq, Hq, Dv), lse (B, Hq, Sq) float32. A
-warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, D_V) · m, l: (TILE_M,).
+warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, D_V), in parts · m, l: (TILE_M,).
 """
 
 from triton.experimental import gluon
@@ -23,8 +23,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import anew, load_parts, make_ring
-from .compat import aggregate, load_async
-from .tile import keep_apart, matrix, meet, pack, pass_turn, row_sums_by_lane, store_rows, take_turn, tanh, unpack
+from .compat import aggregate
+from .tile import (
+    add_product,
+    keep_apart,
+    matrix,
+    meet,
+    pack,
+    pass_turn,
+    row_sums_by_lane,
+    store_rows,
+    take_turn,
+    tanh,
+    unpack,
+    zeros,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
 LEAST = gl.constexpr(2.0**-100)  # Row sums between these can do without a running maximum: they, and the products
@@ -177,8 +190,8 @@ def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, pos
             mbarrier.expect(full_k, k_desc.block_type.nbytes * k_ring.parts)
             load_parts(k_desc, batch, col, head_k, full_k, k_ring, position, 0, k_ring.parts)
             full_v = v_ring.await_empty(position)
-            mbarrier.expect(full_v, v_desc.block_type.nbytes)
-            load_async(v_desc, [batch, col, head_k, 0], full_v, v_ring.buffer(position, 0))
+            mbarrier.expect(full_v, v_desc.block_type.nbytes * v_ring.parts)
+            load_parts(v_desc, batch, col, head_k, full_v, v_ring, position, 0, v_ring.parts)
             position += 1
             if q_ring.depth == 1:
                 if i == 0:
@@ -248,6 +261,22 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
 
 
 @gluon.jit
+def product_wait(o):
+    """O, computed."""
+    done = warpgroup_mma_wait(0, deps=o)
+    return done if len(o) > 1 else (done,)
+
+
+@gluon.jit
+def scaled(o, factors):
+    """O with each row times its factor."""
+    by_row = gl.convert_layout(factors, gl.SliceLayout(1, o[0].type.layout))[:, None]
+    for _ in gl.static_range(len(o)):
+        o = o[1:] + (o[0] * by_row,)
+    return o
+
+
+@gluon.jit
 def step(
     p, warpgroup: gl.constexpr, q, q_ring, q_position, o, probs, m, l, has_o, position, row, col, k_ring, v_ring,
     MASKED: gl.constexpr, STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
@@ -263,21 +292,21 @@ def step(
     s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, zero)
     v_ring.await_full(position - 1)
     pv = unpack(probs, k_ring.buffers.dtype, p_layout)
-    o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
+    o = add_product(o, pv, v_ring, position - 1, has_o)
     pass_turn(warpgroup, p.WARPGROUPS)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
     k_ring.release(position)
     if STEADY:
         p_new = probabilities(p, scores(p, s), m * p.unit)
         l += row_sums_by_lane(p_new)
-        o = warpgroup_mma_wait(0, deps=(o,))
+        o = product_wait(o)
         v_ring.release(position - 1)
     else:
         p_new, m, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
-        o = warpgroup_mma_wait(0, deps=(o,))
+        o = product_wait(o)
         v_ring.release(position - 1)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
+        o = scaled(o, alpha)
     return o, pack(p_new, k_ring.buffers.dtype), m, l
 
 
@@ -297,23 +326,24 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
     """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
     if p.STEADY:
-        size = gl.convert_layout(gl.sum(gl.abs(o), axis=1), row_layout)  # not finite, where a number of O is not
+        size = gl.convert_layout(gl.sum(gl.abs(o[0]), axis=1), row_layout)  # not finite, where a number of O is not
+        for part in gl.static_range(1, len(o)):
+            size += gl.convert_layout(gl.sum(gl.abs(o[part]), axis=1), row_layout)
         fine = (l_row >= LEAST) & (l_row <= MOST) & (size < float("inf"))
         failed = (fine | (m == float("-inf"))) ^ True
         failures.store(failures.load(row_layout) | failed.to(gl.int32))
     empty = l_row == 0.0
-    inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, l_row), gl.SliceLayout(1, o.type.layout))
+    inverse = 1.0 / gl.where(empty, 1.0, l_row)
     shift = m * p.unit
     left = gl.fma(m, p.unit, -shift)  # its rounding, which the scores kept when shift was taken off
     lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, (gl.log2(l_row) - left) * LN2))
-    o = o * inverse[:, None]
+    o = scaled(o, inverse)
     WIDTH: gl.constexpr = out_desc.block_shape[3]
-    if o.shape[1] == WIDTH:
-        store_rows(out_desc, out_buffer, o, batch, row, head, 0)
-    else:  # one half after the other, through a buffer for one
-        low, high = gl.split(o.reshape([o.shape[0], 2, WIDTH]).permute((0, 2, 1)))
-        store_rows(out_desc, out_buffer, low, batch, row, head, 0)
-        store_rows(out_desc, out_buffer, high, batch, row, head, WIDTH)
+    if o[0].shape[1] > WIDTH:
+        low, high = gl.split(o[0].reshape([o[0].shape[0], 2, WIDTH]).permute((0, 2, 1)))
+        o = (low, high)
+    for part in gl.static_range(len(o)):  # one after the other, through a buffer for one
+        store_rows(out_desc, out_buffer, o[part], batch, row, head, part * WIDTH)
     i = gl.arange(0, p.TILE_M, row_layout)
     rows = row + i // p.PACK
     at = (batch * p.heads_q + head + i % p.PACK).to(gl.int64) * p.seqlen_q
@@ -346,14 +376,13 @@ def compute_walk(
 ):  # fmt: skip
     """All tiles of this program once, no block of them STEADY if `careful`; returns the positions after them."""
     WARPS: gl.constexpr = gl.num_warps()
-    D_V: gl.constexpr = v_ring.buffers.shape[4]
+    V_WIDTH: gl.constexpr = v_ring.buffers.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D_V, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    o = zeros(p.TILE_M, V_WIDTH, v_ring.parts)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     entries, n_tiles = p.tiles()
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
-    o = gl.zeros([p.TILE_M, D_V], gl.float32, o_layout)
     probs = pack(zero, out_desc.dtype)
     m = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
     l = row_sums_by_lane(zero)
@@ -380,15 +409,15 @@ def compute_walk(
         s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, zero)
         v_ring.await_full(position - 1, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
-        o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
+        o = add_product(o, pv, v_ring, position - 1, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
         k_ring.release(position)
         none = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
         to_mask = (full_end < end) | (full_first == end)
         probs_new, m_new, _ = softmax(p, s, none, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
         l_new = row_sums_by_lane(probs_new)
-        o = warpgroup_mma_wait(0, deps=(o,))
+        o = product_wait(o)
         v_ring.release(position - 1, pred=t > 0)
         if t > 0:
             finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
@@ -446,8 +475,8 @@ def compute_walk(
     keep_apart(warpgroup)
     v_ring.await_full(position - 1)
     pv = unpack(probs, out_desc.dtype, p_layout)
-    o = warpgroup_mma(pv, matrix(v_ring.buffer(position - 1, 0)), o, use_acc=has_o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=(o,))
+    o = add_product(o, pv, v_ring, position - 1, has_o)
+    o = product_wait(o)
     v_ring.release(position - 1)
     finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
     tma.store_wait(0)
@@ -459,8 +488,9 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, STEADY: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, PACK: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    STEADY: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PACK: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
@@ -468,7 +498,7 @@ def forward_kernel(
                 Q_IN_REGISTERS, PACK)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS * PARTS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS)
-    v_ring = make_ring(v_desc, STAGES, 1, WARPGROUPS)
+    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))

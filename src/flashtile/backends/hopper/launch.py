@@ -72,7 +72,7 @@ def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
         rounds, natural * LOG2E, natural, cap_in,
-        tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts,
+        tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts, tiles.parts_v,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec), tiles.q_in_registers,
         config.heads_per_tile(spec, tiles), tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def boxes(spec: AttentionSpec, tiles: config.Tiles) -> tuple[Box, ...]:
     pack = config.heads_per_tile(spec, tiles)
     q, k = (tiles.tile_m // pack, pack), (tiles.tile_n, 1)
     dims, out_dims = tiles.head_dim // tiles.parts, tiles.head_dim_v // tiles.out_parts
-    return (*q, dims), (*k, dims), (*k, tiles.head_dim_v), (*q, out_dims)
+    return (*q, dims), (*k, dims), (*k, tiles.head_dim_v // tiles.parts_v), (*q, out_dims)
 
 
 FORWARD = ForwardKernel()

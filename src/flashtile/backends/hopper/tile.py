@@ -2,8 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
+from .channel import anew
 from .compat import store_async
 
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
@@ -46,6 +47,24 @@ def keep_apart(warpgroup: gl.constexpr):
 def matrix(buffer):
     """A buffer (1, S, heads, D) as a matrix (rows, D)."""
     return buffer.reshape([buffer.shape[1] * buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def zeros(rows: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr):
+    """Sums in registers: PARTS of (rows, WIDTH)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDTH, 16])
+    return (gl.zeros([rows, WIDTH], gl.float32, layout),) * PARTS
+
+
+@gluon.jit
+def add_product(sums, left, ring, position, has):
+    """Issues sums + left x, for each part of the dims of x in a slot; left x where the sums have nothing."""
+    for part in gl.static_range(len(sums)):
+        if len(sums) > 1:
+            position = anew(position)
+        x = matrix(ring.buffer(position, part))
+        sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
+    return sums
 
 
 @gluon.jit
