@@ -159,8 +159,9 @@ def decode_kernel(
     program = tl.program_id(0)
     position = program
     stop = position + 1
-    if EARLY_MERGE:  # once all programs run; the merge takes no place from them
-        tl.extra.cuda.gdc_launch_dependents()
+    if EARLY_MERGE:
+        tl.extra.cuda.gdc_wait()  # it starts while the kernel before ends
+        tl.extra.cuda.gdc_launch_dependents()  # once all programs run; the merge takes no place from them
     if SHARED:
         line = blocks_of_sequences(
             batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,

@@ -42,6 +42,11 @@ class DecodeSpec(NamedTuple):
         """Whether the merge starts while parts are still computed (a programmatic dependent launch: from Hopper on)."""
         return self.programs > 0 and self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
 
+    @property
+    def launch_options(self) -> dict[str, bool]:
+        """Of both kernels."""
+        return {"launch_pdl": True} if self.early_merge else {}
+
 
 def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: int) -> DecodeSpec:
     """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once."""
@@ -93,7 +98,8 @@ class DecodeKernel(Launcher):
             k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.early_merge,
         )  # fmt: skip
         grid = spec.programs or spec.tasks
-        return prepared(decode_kernel, q.device, grid, arguments, len(tensors), spec.tiles.options)
+        options = spec.tiles.options | spec.launch_options
+        return prepared(decode_kernel, q.device, grid, arguments, len(tensors), options)
 
 
 class MergeKernel(Launcher):
@@ -109,9 +115,7 @@ class MergeKernel(Launcher):
             of.window_right >= 0, spec.early_merge,
         )  # fmt: skip
         grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
-        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
-        if spec.early_merge:
-            options["launch_pdl"] = True
+        options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
         return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), options)
 
 
