@@ -311,6 +311,8 @@ def merge_kernel(
     before `decode_kernel` began, which is launched behind all that came before. Every program waits, also one that has
     nothing to merge: the next kernel in the stream waits for this one alone.
     """
+    if EARLY_MERGE:
+        tl.extra.cuda.gdc_launch_dependents()  # the next kernel, if it waits for this one by itself
     dim_blocks = tl.cdiv(DV, DIMS)
     dim = tl.program_id(0) % dim_blocks * DIMS + tl.arange(0, DIMS)
     place = (tl.program_id(0) // dim_blocks).to(tl.int64)  # in lse
