@@ -105,6 +105,15 @@ def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q, stored
         assert not usage.spills or arch not in ("sm_80", "sm_90"), usage
 
 
+@pytest.mark.parametrize(("load", "batch", "capacity"), [("short", 1, 1024), ("few", 8, 32768), ("many", 64, 4096)])
+def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, capacity):
+    case = spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch)
+    assert decode_config.load_of(case, 132) == load
+    for usage, _ in compile_cached(*cached_call(case, BF16, page_size=0), "sm_90"):
+        assert usage.shared <= SHARED_MEMORY["sm_90"], usage
+        assert not usage.spills, usage
+
+
 @pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("stored", [BF16, FP8], ids=["bfloat16", "float8"])
@@ -114,7 +123,7 @@ def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(stored, dim
     (usage, compiled), *_ = compile_cached(call, q, "sm_90")
     widths = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", compiled.asm["ptx"])
     assert set(widths) == {"0x10"}
-    tiles = decode_config.choose(call, "sm_90")
+    tiles = decode_config.choose(call, "sm_90", 132)
     assert not usage.spills, usage
     in_flight = (tiles.num_stages - 1) * tiles.tile_n * 2 * dim * stored.itemsize  # blocks of K and V
     q_and_p = 16 * (dim + tiles.tile_n) * BF16.itemsize

@@ -197,6 +197,20 @@ def test_lengths_of_all_kinds_in_one_batch(seqlen_q, num_splits, device, dtype):
         torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("seqlen", [67 * 16, 68 * 16, 70 * 16 - 5])
+@pytest.mark.parametrize("num_splits", [0, 3, 4])
+@pytest.mark.parametrize(("device", "dtype"), SHARING)
+def test_lengths_that_are_alike(seqlen, num_splits, device, dtype):
+    """As many parts of each task, which begin with it, or nearly."""
+    torch.manual_seed(0)
+    q, k, v = (normal(1, *shape, dtype=dtype) for shape in ((1, 4, D), (1200, 2, D), (1200, 2, DV)))
+    settings = {"cache_seqlens": seqlen, "num_splits": num_splits, "return_softmax_lse": True}
+    out, lse = (x.cpu() for x in flash_attn_with_kvcache(q.to(device), k.to(device), v.to(device), **settings))
+    wanted, wanted_lse = attention(q[0].double(), k[0, :seqlen].double(), v[0, :seqlen].double())
+    torch.testing.assert_close(out[0].double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse[0].double(), wanted_lse, rtol=0, atol=1e-5)
+
+
 EMPTY = {"no sequence": (0, 4, 4, 8), "no query": (2, 0, 4, 8), "no new key": (2, 4, 0, 8), "no room": (2, 4, 0, 0)}
 
 

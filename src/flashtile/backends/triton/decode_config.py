@@ -43,16 +43,36 @@ class DecodeTiles:
 
 
 class Key(NamedTuple):
-    """What the best tiles depend on: bytes per element of the cache, the head dim's tile, rows of a tile."""
+    """What the best tiles depend on: bytes per element of the cache, the head dim's tile, rows of a tile, how much
+    there is to do."""
 
     itemsize: int
     dim: int  # 64, 128 or 256: the power of two that holds D and Dv
     rows: int
+    load: str  # one of LOADS
 
     @staticmethod
-    def of(call: CachedCall) -> Key:
-        dim = max(64, 1 << (max(call.spec.head_dim, call.spec.head_dim_v) - 1).bit_length())
-        return Key(call.cache.k.dtype.itemsize, dim, tile_m(call.spec))
+    def of(call: CachedCall, multiprocessors: int) -> Key:
+        of = call.spec
+        dim = max(64, 1 << (max(of.head_dim, of.head_dim_v) - 1).bit_length())
+        return Key(call.cache.k.dtype.itemsize, dim, tile_m(of), load_of(of, multiprocessors))
+
+
+def tasks_of(spec: AttentionSpec) -> int:
+    """How many tiles of rows: a key head of a sequence has one, or more where its group has many rows."""
+    return spec.batch * spec.heads_k * -(-spec.seqlen_q * spec.group // tile_m(spec))
+
+
+LOADS = ("short", "few", "many")
+SHORT = 256  # keys of all tasks for each multiprocessor: four blocks of 64
+
+
+def load_of(spec: AttentionSpec, multiprocessors: int) -> str:
+    """Short: at most so many keys, by the cache's capacity; else few tasks, or more than there are multiprocessors."""
+    tasks = tasks_of(spec)
+    if tasks * spec.seqlen_k <= SHORT * multiprocessors:
+        return "short"
+    return "few" if tasks <= multiprocessors else "many"
 
 
 ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
@@ -68,12 +88,13 @@ def tile_m(spec: AttentionSpec) -> int:
 Table = dict[Key, DecodeTiles]
 
 
-def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]]) -> Table:
-    """A table from (itemsize, dim): tiles, or those for 16, 32 and 64 rows."""
+def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict[str, DecodeTiles], ...]]) -> Table:
+    """A table from (itemsize, dim): tiles, or those for 16, 32 and 64 rows, or of these those for each load."""
     table: Table = {}
     for key, tiles in rows.items():
-        for n, one in zip(ROWS, tiles if isinstance(tiles, tuple) else (tiles,) * len(ROWS), strict=True):
-            table[Key(*key, n)] = one
+        for n, of_rows in zip(ROWS, tiles if isinstance(tiles, tuple) else (tiles,) * len(ROWS), strict=True):
+            for load in LOADS:
+                table[Key(*key, n, load)] = of_rows[load] if isinstance(of_rows, dict) else of_rows
     return table
 
 
@@ -90,13 +111,20 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles, ...]]
 # - (1, 128), 16 rows, among ten tiles (decode-float8-h200.json): 64 keys on 2 warps, which meet at fewer barriers, 4
 #   programs. In one piece 128 keys on 4 warps, 3 stages, 2 programs are as fast, 1 % to either side; at 64,32,8,4096
 #   they take 153 us to 144 in pages of 256, 180 to 164 in pages of 16. There 16 keys on one warp take 149: no row.
+# - (2, 128), 16 and 32 rows, as many programs for each task: of few tasks 128 keys, 8 warps, 3 stages, 1 program take
+#   125.4 us at 1,32,8,131072 and 240.5 at 8,32,8,32768, what is best of many 126.9 and 243.4; at 64,32,8,4096 256.6 to
+#   246.0. Short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1 us to 14.6 at
+#   1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
 # All else is reasoned as above, and not measured.
+BFLOAT16_128 = {
+    "short": DecodeTiles(64, 4, 3, 1, 1), "few": DecodeTiles(128, 8, 3, 1, 1), "many": DecodeTiles(64, 4, 3, 2, 1),
+}  # fmt: skip
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (DecodeTiles(128, 4, 3, 2, 2), DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (2, 128): (DecodeTiles(64, 4, 3, 2, 1), DecodeTiles(64, 4, 3, 2, 1), DecodeTiles(64, 8, 4, 1, 4)),
+    (2, 128): (BFLOAT16_128, BFLOAT16_128, DecodeTiles(64, 8, 4, 1, 4)),
     (2, 256): DecodeTiles(32, 4, 3, 2, 8),
     (4, 64): (DecodeTiles(64, 4, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 4, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
@@ -119,6 +147,6 @@ TABLES = {
 }  # fmt: skip
 
 
-def choose(call: CachedCall, arch: str) -> DecodeTiles:
+def choose(call: CachedCall, arch: str, multiprocessors: int) -> DecodeTiles:
     """The tiles for a call on `arch`."""
-    return TABLES[table_of(arch)][Key.of(call)]
+    return TABLES[table_of(arch)][Key.of(call, multiprocessors)]

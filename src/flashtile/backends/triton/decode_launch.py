@@ -13,7 +13,7 @@ from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from .decode import decode_kernel, merge_kernel
-from .decode_config import DecodeTiles, choose, tile_m
+from .decode_config import DecodeTiles, choose, tasks_of, tile_m
 from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 
 FEWEST_MERGED, MOST_MERGED = 8, 256  # parts of a row at a time: fewer leave threads idle, more go round again
@@ -34,8 +34,7 @@ class DecodeSpec(NamedTuple):
 
     @property
     def tasks(self) -> int:
-        of = self.attention
-        return of.batch * of.heads_k * -(-of.seqlen_q * of.group // tile_m(of))
+        return tasks_of(self.attention)
 
     @property
     def early_merge(self) -> bool:
@@ -49,15 +48,20 @@ class DecodeSpec(NamedTuple):
 
 
 def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: int) -> DecodeSpec:
-    """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once."""
-    of, cache, tiles = call.spec, call.cache, choose(call, arch)
+    """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once.
+
+    For as many of each task, where there are so many: if sequences are alike, shares then begin with tasks. As key
+    heads lie side by side in memory, their programs read one piece of it at the same time.
+    """
+    of, cache, tiles = call.spec, call.cache, choose(call, arch, multiprocessors)
     whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, tiles.least)
     if num_splits:
         return whole if num_splits == 1 else whole._replace(programs=num_splits * whole.tasks, least=1)
     shares = -(-of.seqlen_k // (tiles.tile_n * tiles.least))  # of a task at most
     if shares <= 1:
         return whole
-    return whole._replace(programs=min(multiprocessors * tiles.programs, shares * whole.tasks))
+    most = multiprocessors * tiles.programs
+    return whole._replace(programs=min(most // whole.tasks * whole.tasks or most, shares * whole.tasks))
 
 
 def merge_tile(spec: DecodeSpec) -> tuple[int, int, int]:
