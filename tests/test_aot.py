@@ -17,6 +17,7 @@ from aot import (
     compile_kernel,
     compile_launch,
     kernels_and_tensors,
+    loops_with_products,
     machine_code,
     overwritten_operands,
     serializes_products,
@@ -24,6 +25,7 @@ from aot import (
 )
 from cases import BF16, FLOAT, spec
 
+from flashtile.backends.hopper import compat
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.triton import config, decode_config, decode_launch
 from flashtile.backends.triton.append import APPEND, AppendSpec
@@ -173,6 +175,15 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert len(spills) == loops, message
     assert not any(spills), message
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
+
+
+@pytest.mark.skipif(not compat.LATE_WAIT_PAYS, reason="this triton does not wait late")
+def test_a_steady_step_waits_for_its_last_product_behind_all_exponentials():
+    _, compiled = compile_hopper(spec((4096, 4096), (16, 16), (128, 128), BF16))
+    for body in loops_with_products(compiled)[: hopper_config.D128.warpgroups]:
+        *_, last_wait = (i for i, text in enumerate(body) if "DEPBAR.LE gsb0" in text)
+        exponentials = ["MUFU.EX2" in text for text in body]
+        assert sum(exponentials[:last_wait]) == sum(exponentials) == 64  # of a thread: 64 x 128 scores, 128 threads
 
 
 @pytest.mark.parametrize("mask", MASKS)
