@@ -84,10 +84,11 @@ class Problem:
     @gluon.jit
     def turned(self, i, first, end, turn):
         """Blocks first ... end from `turn` past the first on, then those before it; or backwards, as ~(i + turn)."""
-        block = i + turn
-        if self.ORDERED:  # else no tile goes backwards
-            block ^= turn >> 31
-        return gl.where(block < end, block, block - (end - first))
+        if self.HAS_LEFT or self.HAS_RIGHT:  # tiles begin apart by themselves, and go backwards in order alone
+            block = (i + turn) ^ (turn >> 31) if self.ORDERED else i
+        else:
+            block = gl.where(i + turn < end, i + turn, i + turn - (end - first))
+        return block
 
 
 @gluon.jit
