@@ -186,15 +186,26 @@ def test_a_steady_step_waits_for_its_last_product_behind_all_exponentials():
         assert sum(exponentials[:last_wait]) == sum(exponentials) == 64  # of a thread: 64 x 128 scores, 128 threads
 
 
-@pytest.mark.parametrize("mask", MASKS)
+# by dims: by Triton 3.9 words that have no register, such as the number of the thread, are loaded so often in a step
+KEPT_IN_MEMORY = {(96, 96): 4, (128, 128): 4} if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else {}
+
+
+def words_in_memory(compiled):
+    """Loads and stores of spilled registers in a step of the warpgroup that has the most of them."""
+    spills = spills_in_loops(compiled)
+    assert len(spills) == 2, spills  # a loop of each warpgroup
+    return max(spills)
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "window"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256)])
 def test_hopper_backward_configs_compile_and_fit(mask, dims):
-    case = spec((4096, 4096), (16, 16), dims, BF16, **MASKS[mask])
+    window = {"left": 300, "right": 40}
+    case = spec((4096, 4096), (16, 16), dims, BF16, **{**MASKS, "window": window}[mask])
     usage, compiled = compile_hopper_backward(case)
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
-    if dims in ((64, 64), (192, 128)):  # others keep some addresses in memory, most by Triton 3.9
-        assert not usage.spills, usage
+    assert words_in_memory(compiled) <= KEPT_IN_MEMORY.get(dims, 0), f"triton {triton.__version__}, {usage}"
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)])
@@ -203,6 +214,7 @@ def test_hopper_backward_in_order_keeps_its_products_in_flight(dims):
     usage, compiled = compile_hopper_backward(case)
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
+    assert words_in_memory(compiled) <= KEPT_IN_MEMORY.get(dims, 0), f"triton {triton.__version__}, {usage}"
     assert "ld.acquire.gpu" in compiled.asm["ptx"]
 
 
