@@ -177,8 +177,8 @@ def machine_code(compiled: object) -> list[tuple[int, str]]:
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
 
 
-def spills_in_loops(compiled: object, products: int = 1) -> list[int]:
-    """Loads and stores of spilled registers in each innermost loop of so many products, from the shortest loop on."""
+def loops_with_products(compiled: object, products: int = 1) -> list[list[str]]:
+    """The instructions of each innermost loop of so many products, from the shortest loop on."""
     code = machine_code(compiled)
     jumps = ((at, re.search(r"BRA.*?(0x[0-9a-f]+)", text)) for at, text in code)
     loops = [(int(jump.group(1), 16), at) for at, jump in jumps if jump and int(jump.group(1), 16) < at]
@@ -187,8 +187,13 @@ def spills_in_loops(compiled: object, products: int = 1) -> list[int]:
     # what waits for a barrier lies behind the code of all roles and jumps back into it: that is no loop
     busy = {loop for loop in busy if not any("USETMAXREG" in text for text in bodies[loop])}
     inner = [x for x in busy if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in busy)]
-    shortest_first = sorted(inner, key=lambda loop: loop[1] - loop[0])
-    return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in bodies[loop]) for loop in shortest_first]
+    return [bodies[loop] for loop in sorted(inner, key=lambda loop: loop[1] - loop[0])]
+
+
+def spills_in_loops(compiled: object, products: int = 1) -> list[int]:
+    """Loads and stores of spilled registers in each of those loops."""
+    loops = loops_with_products(compiled, products)
+    return [sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in body) for body in loops]
 
 
 def overwritten_operands(compiled: object) -> list[str]:

@@ -188,8 +188,8 @@ def compute_loop(
                     if sums_row < 0:
                         pass_turn(0, WARPGROUPS)
                 dq = warpgroup_mma_wait(1 if p.PARTS == 2 else 2, deps=(dq,))
-                ds_ring.release(position - 1, pred=sums_row >= 0)
                 if sums_row >= 0:
+                    ds_ring.release(position - 1)
                     put_dq(p, (dq,), dq_ring, position - 1)
                     if p.ORDERED:
                         send_dq(p, sums_desc, dq_ring, position - 1, sums_row)

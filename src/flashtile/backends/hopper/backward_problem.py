@@ -84,10 +84,11 @@ class Problem:
     @gluon.jit
     def turned(self, i, first, end, turn):
         """Blocks first ... end from `turn` past the first on, then those before it; or backwards, as ~(i + turn)."""
-        block = i + turn
-        if self.ORDERED:  # else no tile goes backwards
-            block ^= turn >> 31
-        return gl.where(block < end, block, block - (end - first))
+        if self.HAS_LEFT or self.HAS_RIGHT:  # tiles begin apart by themselves, and go backwards in order alone
+            block = (i + turn) ^ (turn >> 31) if self.ORDERED else i
+        else:
+            block = gl.where(i + turn < end, i + turn, i + turn - (end - first))
+        return block
 
 
 @gluon.jit
@@ -142,16 +143,23 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
 @gluon.jit
 def mask(p, probs, entry, key, row):
     """P^T with 0 where query row + j does not see key + i of the tile: limits in a register per key, queries as
-    constants."""
+    constants.
+
+    What the lane adds to a query, bits 1 and 2, is taken off the limits: see `mask` in forward.py.
+    """
     keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, probs.type.layout))
     queries = gl.arange(0, QUERIES, gl.SliceLayout(0, probs.type.layout))
-    first = gl.where(keys < gl.load(entry + KEYS_HERE), 0, QUERIES)
+    of_lane = (queries & 6)[None, :]
+    queries = (queries & ~6)[None, :]
+    seen = keys < gl.load(entry + KEYS_HERE)
     if p.HAS_RIGHT:
-        first = gl.maximum(first, keys + (gl.load(entry + RIGHT_EDGE) - row))
-    probs = gl.where(queries[None, :] >= first[:, None], probs, 0.0)
+        first = gl.maximum(gl.where(seen, 0, QUERIES), keys + (gl.load(entry + RIGHT_EDGE) - row))
+        probs = gl.where(queries >= first[:, None] - of_lane, probs, 0.0)
+    else:
+        probs = gl.where(seen[:, None], probs, 0.0)
     if p.HAS_LEFT:
         last = keys + (gl.load(entry + LEFT_EDGE) - row)
-        probs = gl.where(queries[None, :] <= last[:, None], probs, 0.0)
+        probs = gl.where(queries <= last[:, None] - of_lane, probs, 0.0)
     return probs
 
 

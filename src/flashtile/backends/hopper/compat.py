@@ -1,5 +1,6 @@
 """What differs between the Gluon of Triton 3.6 and of later releases, under one name each."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -8,6 +9,10 @@ from triton.language import core
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+LATE_WAIT_PAYS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+"""All ptxas wait for O += P V after a sixth of the softmax before it. By that of Triton 3.9 it is faster to wait for it
+after all of it, by that of 3.6 it is not."""
 
 if hasattr(tma, "async_atomic_add"):
     add_async = tma.async_atomic_add

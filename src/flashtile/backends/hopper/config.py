@@ -25,6 +25,7 @@ class Tiles:
     parts_v: int = 1  # as V does
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24
+    late_wait: bool = False  # without a mask, if Triton is new: see `late_wait` in launch.py
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -55,9 +56,9 @@ D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_regi
 D64_SHORT = Tiles(64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_in_registers=True)
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482."""
-D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
+D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, late_wait=True)
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
-+9 % at S = 512, 0 at 16k."""
++9 % at S = 512, 0 at 16k. Late wait, by triton 3.9: S = 8k full +3 %, causal -1 to -3 %; D 96 -1 %."""
 D96 = Tiles(
     96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
 )

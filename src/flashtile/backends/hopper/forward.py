@@ -67,12 +67,13 @@ class Problem:
     SOFTCAP: gl.constexpr
     STEADY: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
+    LATE_WAIT: gl.constexpr  # a STEADY step waits for O += P V when its softmax is done
     PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS, PACK,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS, LATE_WAIT, PACK,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -93,6 +94,7 @@ class Problem:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.STEADY = gl.constexpr(STEADY)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
+        self.LATE_WAIT = gl.constexpr(LATE_WAIT)
         self.PACK = gl.constexpr(PACK)
 
     @gluon.jit
@@ -299,6 +301,8 @@ def step(
     if STEADY:
         p_new = probabilities(p, scores(p, s), m * p.unit)
         l += row_sums_by_lane(p_new)
+        if p.LATE_WAIT:
+            v_ring.await_full(position - 1)  # again: ptxas moves no wait for products over it
         o = product_wait(o)
         v_ring.release(position - 1)
     else:
@@ -489,13 +493,13 @@ def forward_kernel(
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    STEADY: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PACK: gl.constexpr,
+    STEADY: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, LATE_WAIT: gl.constexpr, PACK: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
-                Q_IN_REGISTERS, PACK)  # fmt: skip
+                Q_IN_REGISTERS, LATE_WAIT, PACK)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS * PARTS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS)
