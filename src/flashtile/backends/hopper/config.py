@@ -62,9 +62,10 @@ D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_r
 D96 = Tiles(
     96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
 )
-"""Q and K in blocks of 32 dims are not padded to 128: S = 4k 0.99 -> 1.04 of flash-attn 4, causal 1.02 -> 1.11."""
+"""Q and K in blocks of 32 dims are not padded to 128: S = 4k 0.99 -> 1.04 of flash-attn 4, causal 1.02 -> 1.11. V and O
+neither: +4 %, +2 %."""
 D96_DV128 = Tiles(96, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, parts=3)
-"""To be measured."""
+"""As above, but for V and O."""
 D192_DV128 = Tiles(
     192, 128, warpgroups=2, tile_n=128, q_stages=1, stages=2, compute_registers=240, parts=3, out_parts=2
 )
@@ -72,7 +73,8 @@ D192_DV128 = Tiles(
 D192 = Tiles(
     192, 192, warpgroups=2, tile_n=64, q_stages=1, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
 )
-"""As above, but O is as wide as at 256: S = 2k and 8k full 0.96 and 0.93 of flash-attn 4's speed."""
+"""V and O in blocks of 64 dims are not padded to 256 either: S = 2k and 8k full +15, +16 %; of that, K and V in three
+stages, not two, +3, +2 %."""
 D256 = Tiles(256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, out_parts=2)
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O."""
 
