@@ -116,6 +116,11 @@ def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, ca
         assert not usage.spills, usage
 
 
+@pytest.mark.parametrize(("tasks", "programs"), [(1, 132), (8, 128), (64, 128), (72, 132), (132, 132), (512, 132)])
+def test_tasks_have_as_many_programs_each_if_hardly_any_is_left_out(tasks, programs):
+    assert decode_launch.programs_for(tasks, 132) == programs
+
+
 @pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("stored", [BF16, FP8], ids=["bfloat16", "float8"])

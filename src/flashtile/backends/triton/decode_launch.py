@@ -48,11 +48,7 @@ class DecodeSpec(NamedTuple):
 
 
 def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: int) -> DecodeSpec:
-    """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once.
-
-    For as many of each task, where there are so many: if sequences are alike, shares then begin with tasks. As key
-    heads lie side by side in memory, their programs read one piece of it at the same time.
-    """
+    """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once."""
     of, cache, tiles = call.spec, call.cache, choose(call, arch, multiprocessors)
     whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, tiles.least)
     if num_splits:
@@ -60,8 +56,18 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     shares = -(-of.seqlen_k // (tiles.tile_n * tiles.least))  # of a task at most
     if shares <= 1:
         return whole
-    most = multiprocessors * tiles.programs
-    return whole._replace(programs=min(most // whole.tasks * whole.tasks or most, shares * whole.tasks))
+    programs = programs_for(whole.tasks, multiprocessors * tiles.programs)
+    return whole._replace(programs=min(programs, shares * whole.tasks))
+
+
+def programs_for(tasks: int, most: int) -> int:
+    """At most so many programs, as many for each task if that leaves no more than a sixteenth out.
+
+    If sequences are alike, shares then begin with tasks. As key heads lie side by side in memory, their programs read
+    one piece of it at the same time: 8,32,8,32768 takes 243.4 us with 256 programs, 247.7 with 264.
+    """
+    even = most // tasks * tasks
+    return even if 16 * even >= 15 * most else most
 
 
 def merge_tile(spec: DecodeSpec) -> tuple[int, int, int]:

@@ -1,0 +1,123 @@
+"""A forward problem: its tiles, which keys they see, and the mask.
+
+Legend: as in forward.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .compat import aggregate
+
+
+@aggregate
+class Problem:
+    """One attention problem and how it is tiled."""
+
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    heads_q: gl.tensor
+    group: gl.tensor
+    window_left: gl.tensor
+    window_right: gl.tensor
+    unit: gl.tensor  # scores in base 2 are s * unit
+    natural: gl.tensor  # in base e, s * natural
+    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
+    schedule: gl.tensor  # (programs, rounds): how many tiles, then (batch * Hq / PACK + head) << 32 | m_block each
+    rounds: gl.tensor
+    WARPGROUPS: gl.constexpr
+    TILE_M: gl.constexpr
+    TILE_N: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    SOFTCAP: gl.constexpr
+    STEADY: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
+    LATE_WAIT: gl.constexpr  # a STEADY step waits for O += P V when its softmax is done
+    PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
+
+    @gluon.constexpr_function
+    def __init__(
+        self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS, LATE_WAIT, PACK,
+    ):  # fmt: skip
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.heads_q = heads_q
+        self.group = group
+        self.window_left = window_left
+        self.window_right = window_right
+        self.unit = unit
+        self.natural = natural
+        self.cap_in = cap_in
+        self.schedule = schedule
+        self.rounds = rounds
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+        self.TILE_M = gl.constexpr(TILE_M)
+        self.TILE_N = gl.constexpr(TILE_N)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.STEADY = gl.constexpr(STEADY)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
+        self.LATE_WAIT = gl.constexpr(LATE_WAIT)
+        self.PACK = gl.constexpr(PACK)
+
+    @gluon.jit
+    def tiles(self):
+        """(where this program's list of tiles starts, how many it has)."""
+        start = self.schedule + gl.program_id(0) * self.rounds
+        return start + 1, gl.load(start).to(gl.int32)
+
+    @gluon.jit
+    def place(self, entry):
+        """(batch, first query head, m_block) of an entry of the schedule."""
+        heads = self.heads_q // self.PACK
+        head = (entry >> 32).to(gl.int32)
+        return head // heads, head % heads * self.PACK, (entry & 0xFFFFFFFF).to(gl.int32)
+
+    @gluon.jit
+    def first_query(self, m_block, warpgroup):
+        """The query of the first row of a warpgroup's part of a tile."""
+        return (m_block * self.WARPGROUPS + warpgroup) * (self.TILE_M // self.PACK)
+
+    @gluon.jit
+    def key_blocks(self, m_block):
+        """(first, full_first, full_end, end): blocks first ... end hold every key that a tile sees, at least one;
+        of these, full_first ... full_end need no mask."""
+        offset = self.seqlen_k - self.seqlen_q
+        first_row = self.first_query(m_block, 0) + offset
+        last_row = gl.minimum(self.first_query(m_block + 1, 0), self.seqlen_q) - 1 + offset
+        seen_end = self.seqlen_k
+        full_end = self.seqlen_k // self.TILE_N
+        first = 0
+        full_first = 0
+        if self.HAS_RIGHT:
+            seen_end = gl.minimum(seen_end, gl.maximum(last_row + self.window_right + 1, 0))
+            full_end = gl.minimum(full_end, gl.maximum(first_row + self.window_right + 1, 0) // self.TILE_N)
+        if self.HAS_LEFT:
+            first = gl.maximum(first_row - self.window_left, 0) // self.TILE_N
+            full_first = (gl.maximum(last_row - self.window_left, 0) + self.TILE_N - 1) // self.TILE_N
+        end = gl.maximum((seen_end + self.TILE_N - 1) // self.TILE_N, first + 1)
+        full_first = gl.minimum(gl.maximum(full_first, first), end)
+        full_end = gl.maximum(full_end, full_first)
+        return first, full_first, full_end, end
+
+
+@gluon.jit
+def mask(p, s, row, col, row_layout: gl.constexpr):
+    """S with -inf where query row + i // PACK does not see key col + j: a limit per row, columns as constants.
+
+    What the lane adds to a column, bits 1 and 2, is taken off the limits: added to the columns it would take a register
+    for each, hoisted out of the loop and spilled.
+    """
+    rows = row + gl.arange(0, p.TILE_M, row_layout) // p.PACK + (p.seqlen_k - p.seqlen_q)
+    cols = gl.arange(0, p.TILE_N, gl.SliceLayout(0, s.type.layout))
+    of_lane = (cols & 6)[None, :]
+    cols = (cols & ~6)[None, :]
+    last = gl.zeros_like(rows) + (p.seqlen_k - 1 - col)
+    if p.HAS_RIGHT:
+        last = gl.minimum(last, rows + (p.window_right - col))
+    s = gl.where(cols <= last[:, None] - of_lane, s, float("-inf"))
+    if p.HAS_LEFT:
+        s = gl.where(cols >= (rows - (p.window_left + col))[:, None] - of_lane, s, float("-inf"))
+    return s
