@@ -145,7 +145,7 @@ def mask(p, probs, entry, key, row):
     """P^T with 0 where query row + j does not see key + i of the tile: limits in a register per key, queries as
     constants.
 
-    What the lane adds to a query, bits 1 and 2, is taken off the limits: see `mask` in forward.py.
+    What the lane adds to a query, bits 1 and 2, is taken off the limits: see `mask` in forward_problem.py.
     """
     keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, probs.type.layout))
     queries = gl.arange(0, QUERIES, gl.SliceLayout(0, probs.type.layout))

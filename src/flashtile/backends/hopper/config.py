@@ -14,7 +14,7 @@ class Tiles:
     """Warpgroups of tile_m rows each, key blocks of tile_n keys, and how many Q and K, V blocks are in flight."""
 
     head_dim: int  # D as Q and K lie in shared memory
-    head_dim_v: int  # Dv as V and O do
+    head_dim_v: int  # Dv, as V and O lie there
     warpgroups: int
     tile_n: int
     q_stages: int
@@ -22,7 +22,7 @@ class Tiles:
     compute_registers: int
     q_in_registers: bool = False  # rather than read from shared memory for every key block
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
-    parts_v: int = 1  # as V does
+    parts_v: int = 1  # as V and, in registers, O do
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24
     late_wait: bool = False  # without a mask, if Triton is new: see `late_wait` in launch.py
@@ -58,7 +58,8 @@ D64_SHORT = Tiles(64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, comput
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482."""
 D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, late_wait=True)
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
-+9 % at S = 512, 0 at 16k. Late wait, by triton 3.9: S = 8k full +3 %, causal -1 to -3 %; D 96 -1 %."""
++9 % at S = 512, 0 at 16k. Late wait, by triton 3.9, brought about in
+another way: S = 8k full +3 %, causal -1 to -3 %; D 96 -1 %."""
 D96 = Tiles(
     96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
 )

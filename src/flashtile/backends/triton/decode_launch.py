@@ -64,7 +64,8 @@ def programs_for(tasks: int, most: int) -> int:
     """At most so many programs, as many for each task if that leaves no more than a sixteenth out.
 
     If sequences are alike, shares then begin with tasks. As key heads lie side by side in memory, their programs read
-    one piece of it at the same time: 8,32,8,32768 takes 243.4 us with 256 programs, 247.7 with 264.
+    one piece of it at the same time: 8,32,8,32768 takes 243.4 us with 256 programs, 247.7 with 264. How many may
+    be left out is an estimate.
     """
     even = most // tasks * tasks
     return even if 16 * even >= 15 * most else most
