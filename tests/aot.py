@@ -140,16 +140,20 @@ def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
     others["sums" if tiles.wide else "sums_desc"] = sums
     ordered = spec.deterministic
     others |= {"added_ptr": "*i32", "ranks_ptr": "*i16"} if ordered else dict.fromkeys(("added_ptr", "ranks_ptr"))
-    return _compile_gluon(backward_launch.kernel_of(tiles), spec, backward_launch.boxes(tiles), others, "*i32", scalars)
+    return _compile_gluon(
+        backward_launch.kernel_of(tiles), spec, backward_launch.boxes(tiles), others, "*i32", scalars,
+        tiles.earlier_ptxas,
+    )  # fmt: skip
 
 
 def _compile_gluon(
-    kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str | None], schedule: str, scalars: tuple
+    kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str | None], schedule: str, scalars: tuple,
+    pays: bool = True,
 ) -> tuple[Usage, object]:
     """A kernel of the Hopper backend: descriptors of `boxes`, other pointers, the schedule, scalars and constants."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from flashtile.backends.hopper import launch
+    from flashtile.backends.hopper import compat, launch
 
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[spec.dtype]
     signature, constants = {}, {}
@@ -163,7 +167,8 @@ def _compile_gluon(
             constants[parameter.name] = value
     signature |= {name: "fp32" for name in ("unit", "natural", "cap_in", "softmax_scale") if name in signature}
     source = GluonASTSource(kernel, signature, constants, {})
-    compiled = triton.compile(source, target=target_of("sm_90"), options=launch.OPTIONS)
+    with compat.earlier_ptxas(launch.OPTIONS, pays) as options:
+        compiled = triton.compile(source, target=target_of("sm_90"), options=options)
     return _usage(compiled, "sm_90"), compiled
 
 

@@ -58,7 +58,8 @@ class ForwardKernel(Launcher):
         tiles_of = table(spec, tiles, programs).to(lse.device)
         descriptors = map(describe, described, boxes(spec, tiles))
         arguments = (*descriptors, lse, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        return prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors), OPTIONS)
+        with compat.earlier_ptxas(OPTIONS) as options:
+            return prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors), options)
 
 
 def steady(spec: AttentionSpec) -> bool:
@@ -68,7 +69,7 @@ def steady(spec: AttentionSpec) -> bool:
 
 def late_wait(spec: AttentionSpec, tiles: config.Tiles) -> bool:
     """Whether O += P V is waited for behind the softmax: it pays without a mask alone."""
-    return tiles.late_wait and compat.LATE_WAIT_PAYS and spec.window_left < 0 and spec.window_right < 0
+    return tiles.late_wait and spec.window_left < 0 and spec.window_right < 0
 
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
