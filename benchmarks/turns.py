@@ -3,15 +3,16 @@
     python benchmarks/turns.py runs.json --case "128 full 8192" --case "192/128 causal 2048" \\
         --contender "old=/tmp/old/src" --contender "new=src" --contender "3.9=src:/tmp/triton-3.9"
 
-A case is D, or D/Dv, a mask, S and perhaps Hq/Hk; about 16k tokens in all, hidden size 2048. A contender is a name and what
-comes first in its PYTHONPATH; behind commas, other variables. Every result is checked against float64 before it is
-timed. What drifts falls on all alike, as in one process, which could not hold two versions.
+A case is D, or D/Dv, a mask, S and perhaps Hq/Hk; about 16k tokens in all, hidden size 2048. A contender is a name and
+what comes first in its PYTHONPATH; behind commas, other variables. Every result is checked against float64 before it
+is timed. What drifts falls on all alike, as in one process, which could not hold two versions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
 import statistics
@@ -33,7 +34,7 @@ from flashtile.bench.timing import median_ms
 from flashtile.testing import Result, Sample, make_inputs
 
 TOKENS, HIDDEN = 16384, 2048
-ROUND_MS = 60
+ROUND_MS = 20
 
 
 def case_of(text: str, dtype: str = "bfloat16") -> Case:
@@ -107,21 +108,19 @@ def call_of(case: Case, mode: Mode, deterministic: bool) -> tuple[Callable[[], o
 def answer() -> None:
     """The other process: answers questions, a line of JSON each, until there are no more."""
     device = torch.device("cuda")
-    checked = set()
+    asked, call, errors = "", None, [""]
     for line in sys.stdin:
         question = json.loads(line)
         if question == "machine":
             print(json.dumps(describe_machine(device)), flush=True)
             continue
-        case, key = Case(**question["case"]), line
-        call, wrong = call_of(case, question["mode"], question["deterministic"])
-        reply: dict[str, Any] = {"wrong": [] if key in checked else wrong()}
-        checked.add(key)
-        if not reply["wrong"]:
-            reply["ms"] = median_ms(call, device, ROUND_MS)
+        if line != asked:
+            asked, call = line, None  # frees the tensors of the case before
+            torch.cuda.empty_cache()
+            call, wrong = call_of(Case(**question["case"]), question["mode"], question["deterministic"])
+            errors = wrong()
+        reply = {"wrong": errors, "ms": None if errors else median_ms(call, device, ROUND_MS)}
         print(json.dumps(reply), flush=True)
-        del call, wrong
-        torch.cuda.empty_cache()
 
 
 def run(
@@ -145,13 +144,18 @@ def run(
                "flops": flops(case.spec, mode, paper_pairs(case.spec))}  # fmt: skip
 
 
+def over(first: list[float], other: list[float]) -> float:
+    """How much faster `other` is: the median of what each round says, as in one the GPU is as hot for both."""
+    return statistics.median([a / b for a, b in zip(first, other, strict=False)] or [math.nan])
+
+
 def main(
     output: Path,
     case: Annotated[list[str], typer.Option()],
     contender: Annotated[list[str], typer.Option()],
     mode: str = "fwd",
     deterministic: bool = False,
-    rounds: int = 5,
+    rounds: int = 15,
 ) -> None:
     """Prints TFLOP/s of the first contender and the others' share of it, and writes all times as JSON."""
     if mode not in ("fwd", "bwd"):
@@ -162,11 +166,12 @@ def main(
         document: dict[str, Any] = {"machines": {version.name: version.ask("machine") for version in versions}}
         for row in run(versions, [case_of(text) for text in case], mode, deterministic, rounds):
             rows.append(row)
-            ms = {name: statistics.median(times) for name, times in row["rounds_ms"].items() if times}
-            base = ms.get(versions[0].name)
+            ms = row["rounds_ms"]
+            row["over_first"] = {name: over(ms[versions[0].name], ms[name]) for name in ms}
             rates = [
-                f"{name} {row['flops'] / x / 1e9:.0f}" + (f" ({base / x:.3f})" if base else "")
+                f"{name} {row['flops'] / statistics.median(x) / 1e9:.0f} ({row['over_first'][name]:.3f})"
                 for name, x in ms.items()
+                if x
             ]
             print(f"{row['case']:44} {mode} " + "  ".join(rates), *row["wrong"].items(), flush=True)
     atomically(output, lambda temporary: temporary.write_text(json.dumps({**document, "rows": rows}, indent=1)))
