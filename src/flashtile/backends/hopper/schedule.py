@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
 from dataclasses import replace
 
 from ...spec import AttentionSpec
@@ -21,9 +20,6 @@ SECTION_BYTES = 33_600_000
 SECTION_ROUNDS = 2
 # A program may have so much more to do than the mean, or sections are made larger.
 MOST_UNEVEN = 1.03
-# That much more, and the last so many sections exchange tiles, with so many other programs to choose from: what brings
-# nearly all causal problems to it, in a few milliseconds.
-EVEN_ENOUGH, EXCHANGED, ASKED = 1.003, 4, 16
 # By how much a step is shorter if all warpgroups sit it out, so many of them by so much less. One of two: a tile of 16k
 # keys takes 0.70, 0.76, 0.73 of the time at D 64, 128, 256 on an H200.
 SITTING_OUT = 0.5
@@ -79,46 +75,15 @@ def assign(cost: list[float], sections: list[range], programs: int) -> list[list
     """
     longest_first = sorted(range(len(cost)), key=lambda block: -cost[block])
     count = min(programs, len(cost) * sum(map(len, sections)))
-    shares: list[list[list[Tile]]] = [[[] for _ in sections] for _ in range(count)]
+    lists: list[list[Tile]] = [[] for _ in range(count)]
     load = [(0.0, program) for program in range(count)]
-    for i, section in enumerate(sections):
+    for section in sections:
         for block in longest_first:
             for head in section:
                 busy, program = load[0]
-                shares[program][i].append((head, block))
+                lists[program].append((head, block))
                 heapq.heapreplace(load, (busy + cost[block], program))
-    even_out(cost, shares)
-    return [list(itertools.chain(*parts)) for parts in shares]
-
-
-def even_out(cost: list[float], shares: list[list[list[Tile]]]) -> None:
-    """Exchanges a tile of the busiest program with one of another, or gives it away, so long as that helps.
-
-    shares: the tiles of every program in each section; what is exchanged is of the same section, one of the last.
-    """
-    load = [sum(cost[block] for _, block in itertools.chain(*parts)) for parts in shares]
-    enough = sum(load) / len(load) * EVEN_ENOUGH
-    exchanged = range(max(0, len(shares[0]) - EXCHANGED), len(shares[0]))
-    while max(load) > enough:
-        busiest = max(range(len(load)), key=load.__getitem__)
-        others = sorted(range(len(load)), key=load.__getitem__)[:: max(1, len(load) // ASKED)]
-        choices = (
-            (max(load[busiest] - less, load[other] + less), other, section, mine, theirs)
-            for other in others
-            for section in exchanged
-            for mine in shares[busiest][section]
-            for theirs in [[], *([tile] for tile in shares[other][section])]
-            for less in [cost[mine[1]] - sum(cost[block] for _, block in theirs)]
-        )
-        best = min(choices, default=None, key=lambda choice: choice[0])
-        if best is None or best[0] >= load[busiest]:
-            return
-        _, other, section, mine, theirs = best
-        less = cost[mine[1]] - sum(cost[block] for _, block in theirs)
-        load[busiest], load[other] = load[busiest] - less, load[other] + less
-        for program, given, taken in ((busiest, [mine], theirs), (other, theirs, [mine])):
-            kept = [tile for tile in shares[program][section] if tile not in given]
-            shares[program][section] = sorted(kept + taken, key=lambda tile: -cost[tile[1]])
+    return lists
 
 
 def schedule(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, programs: int) -> list[list[Tile]]:
