@@ -149,7 +149,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
 def _compile_gluon(
     kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str | None], schedule: str, scalars: tuple,
     pays: bool = True,
-) -> tuple[Usage, object]:
+) -> tuple[Usage, object]:  # fmt: skip
     """A kernel of the Hopper backend: descriptors of `boxes`, other pointers, the schedule, scalars and constants."""
     from triton.experimental.gluon._runtime import GluonASTSource
 

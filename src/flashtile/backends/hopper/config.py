@@ -25,7 +25,6 @@ class Tiles:
     parts_v: int = 1  # as V and, in registers, O do
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24
-    late_wait: bool = False  # without a mask, if Triton is new: see `late_wait` in launch.py
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -56,10 +55,9 @@ D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_regi
 D64_SHORT = Tiles(64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_in_registers=True)
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482."""
-D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, late_wait=False)
+D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
-+9 % at S = 512, 0 at 16k. Late wait, by triton 3.9, brought about in
-another way: S = 8k full +3 %, causal -1 to -3 %; D 96 -1 %."""
++9 % at S = 512, 0 at 16k."""
 D96 = Tiles(
     96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
 )
@@ -156,9 +154,7 @@ BACKWARD_D96 = replace(BACKWARD_D128, padded=True)
 BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
 """Blocks of 64 dims are not padded to 256: a third less to load and to add up. S = 2k and 8k full +34, +37 % on an
 H200; dQ by way of a buffer +8, +9 %."""
-BACKWARD_D192 = BackwardTiles(
-    192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3, earlier_ptxas=True
-)
+BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3, earlier_ptxas=True)
 """As above: S = 2k full +17 %, 8k causal +23 %; the buffer +18, +19 %. By triton 3.9 the earlier ptxas brings 13 % at
 S = 8k causal, where other backward tiles lose 0 to 2 %."""
 BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, dq_buffer=False)

@@ -32,13 +32,12 @@ class Problem:
     SOFTCAP: gl.constexpr
     STEADY: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
-    LATE_WAIT: gl.constexpr  # a STEADY step waits for O += P V when its softmax is done
     PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS, LATE_WAIT, PACK,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS, PACK,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -59,7 +58,6 @@ class Problem:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.STEADY = gl.constexpr(STEADY)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
-        self.LATE_WAIT = gl.constexpr(LATE_WAIT)
         self.PACK = gl.constexpr(PACK)
 
     @gluon.jit

@@ -67,11 +67,6 @@ def steady(spec: AttentionSpec) -> bool:
     return spec.dtype == torch.bfloat16
 
 
-def late_wait(spec: AttentionSpec, tiles: config.Tiles) -> bool:
-    """Whether O += P V is waited for behind the softmax: it pays without a mask alone."""
-    return tiles.late_wait and spec.window_left < 0 and spec.window_right < 0
-
-
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
     natural, cap_in = spec.score_factors
@@ -80,7 +75,7 @@ def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
         rounds, natural * LOG2E, natural, cap_in,
         tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts, tiles.parts_v,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec), tiles.q_in_registers,
-        late_wait(spec, tiles), config.heads_per_tile(spec, tiles), tiles.compute_registers, tiles.load_registers,
+        config.heads_per_tile(spec, tiles), tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 
 

@@ -57,6 +57,19 @@ def zeros(rows: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def halves(x):
+    """The first and the second half of the columns."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def whole(low, high):
+    """The matrix of these halves of its columns, in a layout of its own."""
+    x = gl.join(low, high).permute((0, 2, 1))
+    return x.reshape([x.shape[0], 2 * x.shape[2]])
+
+
+@gluon.jit
 def add_product(sums, left, ring, position, has):
     """Issues sums + left x, for each part of the dims of x in a slot; left x where the sums have nothing."""
     for part in gl.static_range(len(sums)):
