@@ -17,6 +17,10 @@ WORKERS ?= 2
 # The oldest triton that the Hopper kernel takes; constraints.txt has the newest.
 OLD_TRITON := 3.6.0
 
+# What multiplies matrices for the interpreter, on every machine: where a processor's own kernel rounds S and its transpose
+# apart, P of the backward pass is farther off than PyTorch's.
+INTERPRETER_BLAS := NEHALEM
+
 .PHONY: demo test test-old-triton lint clean
 
 demo: $(READY)
@@ -24,7 +28,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) -q -m "not interpreter"
-	TRITON_INTERPRET=1 $(RUN) -m pytest -n $(WORKERS) -q -m interpreter
+	TRITON_INTERPRET=1 OPENBLAS_CORETYPE=$(INTERPRETER_BLAS) $(RUN) -m pytest -n $(WORKERS) -q -m interpreter
 
 # Its compiler alone, with the rest of $(VENV): what it makes of every Hopper config, without a GPU.
 test-old-triton: $(VENV)/triton-$(OLD_TRITON)
