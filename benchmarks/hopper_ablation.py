@@ -55,8 +55,8 @@ OVERLAP = [  # O += P V is waited for before the softmax, not after it
      "        v_ring.release(position - 1)\n        p_new"),
     ("        o = product_wait(o)\n        v_ring.release(position - 1)\n        o = scaled",
      "        v_ring.release(position - 1)\n        o = scaled"),
-    ("        o = product_wait(o)\n        v_ring.release(position - 1, pred=t > 0)",
-     "        v_ring.release(position - 1, pred=t > 0)"),
+    ("        o = product_wait(o)\n        v_ring.release(position - 1 - tail, pred=t > 0)",
+     "        v_ring.release(position - 1 - tail, pred=t > 0)"),
 ]  # fmt: skip
 
 END_OF_TILE = """
@@ -68,16 +68,16 @@ END_OF_TILE = """
         finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
 """
 FLAT_LOOP = [  # the last O += P V of a tile and its epilogue come before the next tile is begun
-    ("""        v_ring.await_full(position - 1, pred=t > 0)
+    ("""        v_ring.await_full(position - 1 - tail, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
-        o = add_product(o, pv, v_ring, position - 1, has_o)
+        o = add_product(o, pv, v_ring, position - 1 - tail, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
 """, """        pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
 """),
     ("""        o = product_wait(o)
-        v_ring.release(position - 1, pred=t > 0)
+        v_ring.release(position - 1 - tail, pred=t > 0)
         if t > 0:
             finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
                    row_layout)  # fmt: skip

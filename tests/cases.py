@@ -54,6 +54,8 @@ CASES = {
     "one-pair-float16": spec((1, 1), dtype=HALF),
     "odd-lengths": spec((67, 131), dtype=HALF),
     "long": spec((300, 1000), (1, 1), dtype=BF16, batch=1),
+    "one-key-past-a-block": spec((300, 257), (4, 2), dtype=BF16),
+    "a-few-keys-past-a-block": spec((200, 400), (2, 1), (128, 128), HALF, left=200),
     "empty-batch": spec(batch=0),
     "no-queries": spec((0, 20)),
     "no-keys": spec((20, 0)),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BF16, spec
+from cases import BF16, HALF, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -327,6 +327,24 @@ def test_rows_that_outgrow_the_maximum_of_their_last_keys(dim, right, growth, va
     k = inputs.k * (1 + growth * torch.linspace(1, 0, case.seqlen_k, device="cuda")[None, :, None, None]).to(BF16)
     inputs = inputs._replace(k=k, v=inputs.v * value)
     out, lse = flash_attn_func(*inputs[:3], window_size=(-1, right), return_lse=True, backend="hopper")
+    assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    ("dims", "seqlen_q"),
+    [
+        ((64, 64), 300), ((64, 64), 1100), ((96, 96), 300), ((96, 128), 300), ((128, 128), 300), ((192, 128), 300),
+        ((192, 192), 300), ((256, 256), 300),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("past", [1, 15, 16, 17])
+@pytest.mark.parametrize(("left", "dtype"), [(-1, BF16), (-1, HALF), (200, BF16)], ids=["full", "float16", "window"])
+def test_keys_past_the_last_whole_block(dims, seqlen_q, past, left, dtype):
+    case = spec((seqlen_q, 1024 + past), (48, 16), dims, dtype, left=left)
+    inputs = make_inputs(case, "cuda")
+    out, lse = flash_attn_func(*inputs[:3], window_size=(left, -1), return_lse=True, backend="hopper")
     assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
 
 

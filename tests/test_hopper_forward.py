@@ -71,13 +71,38 @@ def test_other_tiles_are_right_too(change):
     assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
 
 
+PAST_BLOCKS = {
+    "D 64": (spec((130, 0), (2, 2), (64, 64), BF16, batch=1), config.D64),
+    "Q in registers": (spec((130, 0), (2, 1), (64, 64), BF16, batch=1), config.D64_SHORT),
+    "window": (spec((300, 0), (1, 1), (64, 64), BF16, batch=1, left=150), config.D64_SHORT),
+    "window of few keys": (spec((130, 0), (1, 1), (64, 64), BF16, batch=2, left=3), config.D64_SHORT),
+    "softcap": (spec((130, 0), (2, 2), (64, 64), BF16, batch=1, softcap=4.0), config.D64_SHORT),
+    "packed": (spec((40, 0), (8, 2), (64, 64), BF16, batch=2), config.D64_SHORT),
+    "float16": (spec((130, 0), (2, 1), (128, 128), HALF, batch=1), config.D128),
+    "D 96": (spec((130, 0), (2, 1), (96, 96), BF16, batch=1), config.D96),
+    "D 192, Dv 128": (spec((130, 0), (2, 1), (192, 128), BF16, batch=1), config.D192_DV128),
+    "D 192": (spec((130, 0), (2, 1), (192, 192), BF16, batch=1), config.D192),
+    "D 256": (spec((130, 0), (2, 1), (256, 256), BF16, batch=1), config.D256),
+}
+
+
+@pytest.mark.parametrize("name", PAST_BLOCKS)
+@pytest.mark.parametrize(("blocks", "past"), [(0, 1), (0, 16), (1, 1), (2, 15), (2, 16), (1, 17)])
+def test_keys_past_the_last_whole_block(name, blocks, past):
+    case, tiles = PAST_BLOCKS[name]
+    case = replace(case, seqlen_k=blocks * tiles.tile_n + past)
+    inputs = make_inputs(case)
+    result = forward_on_cpu(case, tiles, inputs, 1)
+    assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
+
+
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("growth", "value"), [(60.0, 1.0), (20.0, 1e37)], ids=["scores that overflow", "products that overflow"]
 )
 def test_rows_that_outgrow_the_maximum_of_their_last_keys(right, growth, value):
     """The program walks its tiles again, all of its roles, or this stands still."""
-    case = spec((300, 1000), (2, 2), (64, 64), BF16, batch=1, right=right)
+    case = spec((300, 1030), (2, 2), (64, 64), BF16, batch=1, right=right)
     inputs = make_inputs(case)
     k = inputs.k * (1 + growth * torch.linspace(1, 0, case.seqlen_k)[None, :, None, None]).to(BF16)
     inputs = inputs._replace(k=k, v=inputs.v * value)

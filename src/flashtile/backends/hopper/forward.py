@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import anew, load_parts, make_ring
-from .forward_problem import Problem, mask
+from .forward_problem import TAIL, Problem, mask
 from .tile import (
     add_product,
     halves,
@@ -90,7 +90,8 @@ def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, pos
     entries, n_tiles = p.tiles()
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
-        first, _, _, end = p.key_blocks(m_block)
+        first, _, _, end, tail = p.key_blocks(m_block)
+        end += tail
         if q_ring.depth > 1:
             load_q(p, q_desc, q_ring, q_position, batch, head, m_block)
         head_k = head // p.group
@@ -112,13 +113,15 @@ def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, pos
 
 @gluon.jit
 def scores_product(p, warpgroup: gl.constexpr, q, q_ring, q_position, k_ring, position, s):
-    """S = Q K^T is begun, in as many parts of the dims as Q and K lie in; `q`: this warpgroup's rows, if in one."""
+    """S = Q K^T of the first keys of a slot is begun, in as many parts of the dims as Q and K lie in; `q`: this
+    warpgroup's rows, if in one."""
     PARTS: gl.constexpr = k_ring.parts
+    KEYS: gl.constexpr = s.shape[1]
     for part in gl.static_range(PARTS):
         if PARTS > 1:
             q_position, position = anew(q_position), anew(position)
             q = matrix(q_ring.buffer(q_position, warpgroup * PARTS + part))
-        k = matrix(k_ring.buffer(position, part)).permute((1, 0))
+        k = matrix(k_ring.buffer(position, part)).slice(0, KEYS).permute((1, 0))
         s = warpgroup_mma(q, k, s, use_acc=part > 0, is_async=True)
     return s
 
@@ -205,6 +208,29 @@ def step(
 
 
 @gluon.jit
+def tail_scores(p, warpgroup: gl.constexpr, q, q_ring, q_position, row, col, k_ring, position, s):
+    """S of the tail's keys, masked. It goes into the softmax of the block after it, and so has no turn of its own."""
+    k_ring.await_full(position)
+    s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, s)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    k_ring.release(position)
+    return mask(p, scores(p, s), row, col, gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def add_tail(p, s, o, m, l, v_ring, position, p_layout: gl.constexpr):
+    """O = P V of the tail's keys, and their P to the sums of rows."""
+    shift = gl.where(m == float("-inf"), 0.0, m * p.unit)  # a row that has seen no key yet
+    probs = probabilities(p, s, gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout)))
+    v_ring.await_full(position)
+    o = add_product(o, gl.convert_layout(probs.to(v_ring.buffers.dtype), p_layout), v_ring, position, False)
+    l += gl.convert_layout(row_sums_by_lane(probs), l.type.layout)
+    o = product_wait(o)
+    v_ring.release(position)
+    return o, l
+
+
+@gluon.jit
 def sit_out(warpgroup: gl.constexpr, p, position, k_ring, v_ring):
     """A step of a warpgroup whose rows lie past the end of Q: it lets the others go on."""
     k_ring.await_full(position)
@@ -271,6 +297,7 @@ def compute_walk(
     WARPS: gl.constexpr = gl.num_warps()
     V_WIDTH: gl.constexpr = v_ring.buffers.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
+    tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TAIL, 16])
     o = zeros(p.TILE_M, V_WIDTH, v_ring.parts)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -289,39 +316,49 @@ def compute_walk(
     for t in range(n_tiles):
         batch_new, head_new, m_block = p.place(entry)
         entry = gl.load(entries + t + 1)  # of the next tile: it takes as long as a product
-        first, full_first, full_end, end = p.key_blocks(m_block)
+        first, full_first, full_end, end, tail = p.key_blocks(m_block)
         row_new = p.first_query(m_block, warpgroup)
-        # S of the first block, under the last O += P V of the tile before
         q_ring.await_full(q_position)
         q = matrix(q_ring.buffer(q_position, warpgroup * k_ring.parts))
+        m_new = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
+        if p.TAILS:
+            s_tail = gl.zeros([p.TILE_M, TAIL], gl.float32, tail_layout)
+            if tail > 0:
+                s_tail = tail_scores(p, warpgroup, q, q_ring, q_position, row_new, end * p.TILE_N, k_ring, position,
+                                     s_tail)  # fmt: skip
+                m_new = gl.convert_layout(gl.max(s_tail, axis=1), row_layout)
+                position += 1
         if p.Q_IN_REGISTERS:
             q = q.load(gl.DotOperandLayout(0, s_layout, 2))
             q_ring.release(q_position)
+        # S of the first block but for the tail, under the last O += P V of the tile before
         k_ring.await_full(position)
         take_turn(warpgroup)
         s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, zero)
-        v_ring.await_full(position - 1, pred=t > 0)
+        v_ring.await_full(position - 1 - tail, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
-        o = add_product(o, pv, v_ring, position - 1, has_o)
+        o = add_product(o, pv, v_ring, position - 1 - tail, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
         k_ring.release(position)
-        none = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
         to_mask = (full_end < end) | (full_first == end)
-        probs_new, m_new, _ = softmax(p, s, none, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
+        probs_new, m_new, _ = softmax(p, s, m_new, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
         l_new = row_sums_by_lane(probs_new)
         o = product_wait(o)
-        v_ring.release(position - 1, pred=t > 0)
+        v_ring.release(position - 1 - tail, pred=t > 0)
         if t > 0:
             finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
                    row_layout)  # fmt: skip
+        if p.TAILS:
+            if tail > 0:
+                o, l_new = add_tail(p, s_tail, o, m_new, l_new, v_ring, position - 1, p_layout)
         probs = pack(probs_new, out_desc.dtype)
         m = m_new
         l = l_new
         batch = batch_new
         head = head_new
         row = row_new
-        has_o = False
+        has_o = tail > 0
         position += 1
         # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
         blocks_here = gl.where(row < p.seqlen_q, end - first, 1)

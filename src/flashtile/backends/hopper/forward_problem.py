@@ -8,6 +8,8 @@ from triton.experimental.gluon import language as gl
 
 from .compat import aggregate
 
+TAIL = gl.constexpr(16)  # keys that one wgmma of O += P V sums over, the fewest that it can be computed for
+
 
 @aggregate
 class Problem:
@@ -29,6 +31,7 @@ class Problem:
     TILE_N: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
+    TAILS: gl.constexpr  # not with a mask: the loops would lose more by the code for a tail than a tail saves
     SOFTCAP: gl.constexpr
     STEADY: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
@@ -55,6 +58,7 @@ class Problem:
         self.TILE_N = gl.constexpr(TILE_N)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.TAILS = gl.constexpr(not (HAS_LEFT or HAS_RIGHT))
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.STEADY = gl.constexpr(STEADY)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
@@ -80,8 +84,9 @@ class Problem:
 
     @gluon.jit
     def key_blocks(self, m_block):
-        """(first, full_first, full_end, end): blocks first ... end hold every key that a tile sees, at least one;
-        of these, full_first ... full_end need no mask."""
+        """(first, full_first, full_end, end, tail): blocks first ... end hold every key that a tile sees, at least one;
+        of these, full_first ... full_end need no mask. With tail 1, not 0, one more comes after them, of which at most
+        TAIL keys are there."""
         offset = self.seqlen_k - self.seqlen_q
         first_row = self.first_query(m_block, 0) + offset
         last_row = gl.minimum(self.first_query(m_block + 1, 0), self.seqlen_q) - 1 + offset
@@ -96,9 +101,13 @@ class Problem:
             first = gl.maximum(first_row - self.window_left, 0) // self.TILE_N
             full_first = (gl.maximum(last_row - self.window_left, 0) + self.TILE_N - 1) // self.TILE_N
         end = gl.maximum((seen_end + self.TILE_N - 1) // self.TILE_N, first + 1)
+        tail = 0
+        if self.TAILS:
+            tail = ((end > first + 1) & ((self.seqlen_k - 1) % self.TILE_N < TAIL)).to(gl.int32)
+            end -= tail
         full_first = gl.minimum(gl.maximum(full_first, first), end)
         full_end = gl.maximum(full_end, full_first)
-        return first, full_first, full_end, end
+        return first, full_first, full_end, end, tail
 
 
 @gluon.jit
@@ -109,7 +118,7 @@ def mask(p, s, row, col, row_layout: gl.constexpr):
     for each, hoisted out of the loop and spilled.
     """
     rows = row + gl.arange(0, p.TILE_M, row_layout) // p.PACK + (p.seqlen_k - p.seqlen_q)
-    cols = gl.arange(0, p.TILE_N, gl.SliceLayout(0, s.type.layout))
+    cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     of_lane = (cols & 6)[None, :]
     cols = (cols & ~6)[None, :]
     last = gl.zeros_like(rows) + (p.seqlen_k - 1 - col)

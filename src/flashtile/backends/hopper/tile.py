@@ -71,11 +71,11 @@ def whole(low, high):
 
 @gluon.jit
 def add_product(sums, left, ring, position, has):
-    """Issues sums + left x, for each part of the dims of x in a slot; left x where the sums have nothing."""
+    """Issues sums + left x, for each part of the dims of x, a slot's first rows; left x where the sums have nothing."""
     for part in gl.static_range(len(sums)):
         if len(sums) > 1:
             position = anew(position)
-        x = matrix(ring.buffer(position, part))
+        x = matrix(ring.buffer(position, part)).slice(0, left.shape[1])
         sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
     return sums
 
