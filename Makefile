@@ -19,7 +19,7 @@ OLD_TRITON := 3.6.0
 
 # What multiplies matrices for the interpreter, on every machine: where a processor's own kernel rounds S and its transpose
 # apart, P of the backward pass is farther off than PyTorch's.
-INTERPRETER_BLAS := NEHALEM
+INTERPRETER_BLAS := PRESCOTT
 
 .PHONY: demo test test-old-triton lint clean
 
