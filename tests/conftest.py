@@ -47,3 +47,4 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", poisoned(torch.Tensor.new_empty_strided))

@@ -51,7 +51,7 @@ class Driver:
         if self.context is None:
             return 201
         config = config._obj
-        parameters = [ctypes.string_at(*x) for x in zip(addresses, self.function_sizes, strict=True)]
+        parameters = [ctypes.string_at(*x) for x in zip(addresses._obj, self.function_sizes, strict=True)]
         self.launches.append((list(config.grid), list(config.block), config.shared_bytes, config.stream, parameters))
         memory = ctypes.string_at(config.attributes, ATTRIBUTE * config.n_attributes)
         self.attributes.append([memory[i : i + ATTRIBUTE] for i in range(0, len(memory), ATTRIBUTE)])
@@ -105,7 +105,7 @@ def launch_of(monkeypatch, driver, compiled, arguments):
     active = SimpleNamespace(get_current_stream=lambda device: 77 + device)
     monkeypatch.setattr(launcher, "_driver", lambda: driver)
     monkeypatch.setattr(launcher.triton.runtime, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     device = torch.device("cuda", 3)
     return launcher.on_current_stream(launcher.launch_of(compiled, device, 132, arguments, moving=3), device)
 

@@ -135,15 +135,32 @@ def test_a_backward_pass_is_prepared_for_each_layout_of_what_flows_in():
         prepared.append(spec)
         return lambda *tensors: None
 
-    known = ops.Known(spec(), SimpleNamespace(backward_like=backward_like), None)
+    known = ops.Known(spec(), SimpleNamespace(backward_like=backward_like), None, wants_lse=True)
     x, y = torch.zeros(2, 4, 4)
-    for dout, dlse in ((x, None), (y, None), (x.t(), None), (x, y), (None, x), (y, x), (x[:, 1:], None)):
-        known.backward(dout, dlse)
+    saved = [x] * 5
+    for dout, dlse in ((x, None), (y, None), (x.t(), None), (x, y), (y, x), (x, x.t()), (x[:, 1:], None)):
+        known.backward(dout, dlse, *saved)
     assert len(prepared) == 5
+    unaligned = torch.zeros(5, 4).view(-1)[1:17].view(4, 4)
+    for i in range(5):  # as hooks may have saved them
+        known.backward(x, None, *saved[:i], unaligned, *saved[i + 1 :])
+    for i in range(3):
+        known.backward(x, None, *saved[:i], x.t(), *saved[i + 1 :])
+    assert len(prepared) == 5 + 8
     for width in range(2 * ops._MOST_LAYOUTS):
-        known.backward(torch.zeros(1, width + 5)[:, :4].expand(4, 4), None)
-        known.backward(torch.zeros(4, width + 5)[:, :4], None)
+        known.backward(torch.zeros(1, width + 5)[:, :4].expand(4, 4), None, *saved)
+        known.backward(torch.zeros(4, width + 5)[:, :4], None, *saved)
     assert len(known._backwards) <= ops._MOST_LAYOUTS
+
+
+def test_a_gradient_of_lse_alone_and_none_at_all():
+    q, k, v = (torch.randn(1, 5, 1, 4, requires_grad=True) for _ in range(3))
+    _, lse = flash_attn_func(q, k, v, return_lse=True)
+    given = torch.autograd.grad(lse.sum(), (q, k, v), retain_graph=True)
+    wanted = torch.autograd.grad(torch.logsumexp(torch.einsum("bihd,bjhd->bhij", q, k) / 2, -1).sum(), (q, k))
+    torch.testing.assert_close(given[:2], wanted)
+    assert not given[2].any()
+    assert flash_attn_func(q, k, v).grad_fn.apply(None) == (None, None, None, None)
 
 
 @pytest.mark.gpu

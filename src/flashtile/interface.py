@@ -60,10 +60,10 @@ def flash_attn_func(
         NotImplementedError: dropout_p or alibi_slopes is used.
     """
     settings = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
-    if ops.needs_op(q, k, v):
-        out, lse = ops.attention(*_checked(q, k, v, *settings))
+    if not ops.needs_op(q, k, v):
+        out, lse = _plain_call(q, k, v, settings, return_lse or return_attn_probs)
     else:
-        out, lse = _plain_call(q, k, v, settings)
+        out, lse = ops.attention(*_checked(q, k, v, *settings))
     if return_attn_probs:
         return out, lse, q.new_empty(0)
     return (out, lse) if return_lse else out
@@ -212,13 +212,14 @@ _KNOWN: dict[tuple, ops.Known] = {}
 _MOST_KNOWN = 4096
 
 
-def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple) -> tuple[Tensor, Tensor]:
-    """(out, lse) without the op; a problem that was checked before goes straight to its backend."""
+def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """(out, lse if it is wanted) without the op; a problem that was checked before goes straight to its backend."""
     try:
         key = (
-            q.shape, q.stride(), q.data_ptr() & 15, q.dtype, q.device,
-            k.shape, k.stride(), k.data_ptr() & 15, k.dtype, k.device,
-            v.shape, v.stride(), v.data_ptr() & 15, v.dtype, v.device, settings,
+            q.shape, q.is_contiguous() or q.stride(), q.data_ptr() & 15, q.dtype, q.device,
+            k.shape, k.is_contiguous() or k.stride(), k.data_ptr() & 15, k.dtype, k.device,
+            v.shape, v.is_contiguous() or v.stride(), v.data_ptr() & 15, v.dtype, v.device,
+            settings, wants_lse,
         )  # fmt: skip
         known = _KNOWN.get(key)
     except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
@@ -229,7 +230,7 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple) -> tuple[Tenso
         choice = dispatch.choose(checked, q.device, backend)
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
-        known = _KNOWN[key] = ops.Known(checked, choice, choice.forward_like(checked, q, k, v))
+        known = _KNOWN[key] = ops.Known(checked, choice, choice.forward_like(checked, q, k, v), wants_lse)
     return ops.plain_attention(q, k, v, known)
 
 

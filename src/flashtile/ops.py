@@ -38,7 +38,7 @@ def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()
         or q.is_meta
         or torch._C._is_any_autocast_enabled()
     )
@@ -50,25 +50,35 @@ _MOST_LAYOUTS = 8  # few callers have more than one or two; a launch in order ho
 class Known:
     """What plain eager calls run for q, k and v of one layout."""
 
-    def __init__(self, spec: AttentionSpec, choice: dispatch.Choice, forward: Forward) -> None:
+    def __init__(self, spec: AttentionSpec, choice: dispatch.Choice, forward: Forward, wants_lse: bool) -> None:
         self.spec = spec
         self.choice = choice
         self.forward = forward
-        self._backwards: dict[tuple, Backward] = {}  # by the layouts of all that is given: a hook may save copies
+        self.wants_lse = wants_lse
+        self._backwards: dict[tuple, Backward] = {}  # by what `backward` finds different from call to call
 
-    def backward(self, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), of q, k, v, out and lse."""
-        key = tuple([None if x is None else (x.stride(), x.data_ptr() & 15) for x in (dout, dlse, *saved)])
+    def backward(
+        self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv). A hook may have saved copies of q, k, v, out and lse; out and lse are always contiguous."""
+        if dout is None:
+            return self.choice.backward(self.spec, dout, dlse, q, k, v, out, lse)
+        key = (
+            dout.is_contiguous() or dout.stride(), dout.data_ptr() & 15,
+            dlse if dlse is None else (dlse.stride(), dlse.data_ptr() & 15),
+            q.is_contiguous() or q.stride(), q.data_ptr() & 15, k.is_contiguous() or k.stride(), k.data_ptr() & 15,
+            v.is_contiguous() or v.stride(), v.data_ptr() & 15, out.data_ptr() & 15, lse.data_ptr() & 15,
+        )  # fmt: skip
         backward = self._backwards.get(key)
         if backward is None:
             if len(self._backwards) >= _MOST_LAYOUTS:
                 self._backwards.clear()
-            backward = self._backwards[key] = self.choice.backward_like(self.spec, dout, dlse, *saved)
-        return backward(dout, dlse, *saved)
+            backward = self._backwards[key] = self.choice.backward_like(self.spec, dout, dlse, q, k, v, out, lse)
+        return backward(dout, dlse, q, k, v, out, lse)
 
 
 class _PlainAttention(torch.autograd.Function):
-    """The op's autograd rule for plain eager calls."""
+    """The op's autograd rule for plain eager calls; lse is an output only if it is wanted, as each costs host time."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, known: Known):
@@ -76,10 +86,10 @@ class _PlainAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.known = known
-        return out, lse
+        return (out, lse) if known.wants_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None):
         known, grads = ctx.known, (None, None, None)
         if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
             name = dispatch.name_of(known.choice.backward_of(*ctx.saved_tensors[:3]))
@@ -91,12 +101,15 @@ class _PlainAttention(torch.autograd.Function):
 
 _apply = super(torch.autograd.Function, _PlainAttention).apply
 """What Function.apply calls where no functorch transform is active, which `needs_op` has seen to."""
+_PlainAttention._backward_cls.apply = _PlainAttention.backward  # type: ignore[attr-defined]
+"""What the engine calls: by itself a Function looks up at every call whether it has a backward or a vjp."""
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, Tensor]:
-    """`attention` where nothing `needs_op`: (out, lse) from the backends chosen, differentiable."""
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, Tensor | None]:
+    """`attention` where nothing `needs_op`: (out, lse) from the backends chosen; with gradients lse if it is wanted."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _apply(q, k, v, known)
+        found = _apply(q, k, v, known)
+        return found if known.wants_lse else (found, None)
     return known.forward(q, k, v)
 
 
