@@ -196,16 +196,13 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256)])
-def test_a_steady_step_waits_for_its_last_product_half_way_through_the_softmax(mask, dims):
-    case = spec((4096, 4096), (16, 16), dims, BF16, **MASKS[mask])
-    tiles = hopper_config.choose(case)
-    _, compiled = compile_hopper(case)
-    for body in loops_with_products(compiled)[: tiles.warpgroups]:
+def test_a_steady_step_waits_for_its_last_product_half_way_through_the_softmax(mask):
+    _, compiled = compile_hopper(spec((4096, 4096), (16, 16), (128, 128), BF16, **MASKS[mask]))
+    for body in loops_with_products(compiled)[: hopper_config.D128.warpgroups]:
         *_, last_wait = (i for i, text in enumerate(body) if "DEPBAR.LE gsb0" in text)
         exponentials = ["MUFU.EX2" in text for text in body]
-        assert sum(exponentials) == tiles.tile_m * tiles.tile_n // 128  # of a thread
-        assert 0.5 <= sum(exponentials[:last_wait]) / sum(exponentials) < 0.65
+        assert sum(exponentials) == 64  # of a thread: 64 x 128 scores, 128 threads
+        assert 32 <= sum(exponentials[:last_wait]) < 42
 
 
 # by dims: by Triton 3.9 words that have no register, such as the number of the thread, are loaded so often in a step

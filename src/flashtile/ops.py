@@ -101,8 +101,6 @@ class _PlainAttention(torch.autograd.Function):
 
 _apply = super(torch.autograd.Function, _PlainAttention).apply
 """What Function.apply calls where no functorch transform is active, which `needs_op` has seen to."""
-_PlainAttention._backward_cls.apply = _PlainAttention.backward  # type: ignore[attr-defined]
-"""What the engine calls: by itself a Function looks up at every call whether it has a backward or a vjp."""
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, Tensor | None]:

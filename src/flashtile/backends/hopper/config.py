@@ -25,6 +25,8 @@ class Tiles:
     parts_v: int = 1  # as V and, in registers, O do
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24
+    tails: bool = False  # without a mask, up to 16 keys past the last whole block take products of 16
+    wait_half_way: bool = False  # for O += P V, where no running maximum is sought
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -49,15 +51,20 @@ class Tiles:
         return 2 * (q_and_k + v_and_out) + barriers + failures
 
 
-D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160)
+D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True)
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
-484 -> 590 TFLOP/s."""
+484 -> 590 TFLOP/s. Tails: S = 4097 full +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops
+slower, they are not for."""
 D64_SHORT = Tiles(64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_in_registers=True)
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482."""
-D128 = Tiles(128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240)
+D128 = Tiles(
+    128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, wait_half_way=True
+)
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
-+9 % at S = 512, 0 at 16k."""
++9 % at S = 512, 0 at 16k. Tails: S = 4097 full +1.5 %, other lengths -1 to +2 %; D 256 -2 to +1 %, D 64 at S = 512
+-3 %. Half way: by triton 3.9 full 0.96 ... 0.99 -> 1.00 of what it makes by 3.6, by that 0; D 64 -3 to -5 %, D 96 -4 %.
+"""
 D96 = Tiles(
     96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
 )

@@ -190,14 +190,20 @@ def step(
     s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
     k_ring.release(position)
     if STEADY:
-        low, high = halves(s)
-        shift = gl.convert_layout(m * p.unit, gl.SliceLayout(1, low.type.layout))
-        low = probabilities(p, scores(p, low), shift)
-        v_ring.await_full(position - 1)  # again: it keeps the wait for O here, which ptxas would move
-        o = product_wait(o)
-        v_ring.release(position - 1)
-        p_new = gl.convert_layout(whole(low, probabilities(p, scores(p, high), shift)), s_layout)
-        l += row_sums_by_lane(p_new)
+        if p.WAIT_HALF_WAY:
+            low, high = halves(s)
+            shift = gl.convert_layout(m * p.unit, gl.SliceLayout(1, low.type.layout))
+            low = probabilities(p, scores(p, low), shift)
+            v_ring.await_full(position - 1)  # again: it keeps the wait for O here, which ptxas would move
+            o = product_wait(o)
+            v_ring.release(position - 1)
+            p_new = gl.convert_layout(whole(low, probabilities(p, scores(p, high), shift)), s_layout)
+            l += row_sums_by_lane(p_new)
+        else:
+            p_new = probabilities(p, scores(p, s), m * p.unit)
+            l += row_sums_by_lane(p_new)
+            o = product_wait(o)
+            v_ring.release(position - 1)
     else:
         p_new, m, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
@@ -419,13 +425,14 @@ def forward_kernel(
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    STEADY: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, PACK: gl.constexpr,
+    STEADY: gl.constexpr, TAILS: gl.constexpr, WAIT_HALF_WAY: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    PACK: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
-                Q_IN_REGISTERS, PACK)  # fmt: skip
+                TAILS, WAIT_HALF_WAY, Q_IN_REGISTERS, PACK)  # fmt: skip
     q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS * PARTS, WARPGROUPS)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS)

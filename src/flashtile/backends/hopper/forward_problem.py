@@ -31,16 +31,18 @@ class Problem:
     TILE_N: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
-    TAILS: gl.constexpr  # not with a mask: the loops would lose more by the code for a tail than a tail saves
     SOFTCAP: gl.constexpr
     STEADY: gl.constexpr
+    TAILS: gl.constexpr  # up to TAIL keys past the last whole block do not cost a block
+    WAIT_HALF_WAY: gl.constexpr  # for O += P V, in a STEADY step
     Q_IN_REGISTERS: gl.constexpr
     PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, Q_IN_REGISTERS, PACK,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, TAILS, WAIT_HALF_WAY,
+        Q_IN_REGISTERS, PACK,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -58,9 +60,10 @@ class Problem:
         self.TILE_N = gl.constexpr(TILE_N)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.TAILS = gl.constexpr(not (HAS_LEFT or HAS_RIGHT))
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.STEADY = gl.constexpr(STEADY)
+        self.TAILS = gl.constexpr(TAILS)
+        self.WAIT_HALF_WAY = gl.constexpr(WAIT_HALF_WAY)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.PACK = gl.constexpr(PACK)
 
