@@ -84,14 +84,16 @@ def started(text: str) -> Iterator[Version]:
         version.process.wait()
 
 
-def call_of(case: Case, mode: Mode, deterministic: bool) -> tuple[Callable[[], object], Callable[[], list[str]]]:
+def call_of(
+    case: Case, mode: Mode, deterministic: bool, backend: str
+) -> tuple[Callable[[], object], Callable[[], list[str]]]:
     """(what is timed; what is wrong with its result)."""
     inputs = make_inputs(case.spec, "cuda")
     inputs = inputs._replace(dlse=torch.zeros_like(inputs.dlse))
     q, k, v = (x.detach().requires_grad_(mode == "bwd") for x in inputs[:3])
 
     def forward() -> torch.Tensor:
-        return flash_attn_func(q, k, v, causal=case.causal, deterministic=deterministic, backend="hopper")
+        return flash_attn_func(q, k, v, causal=case.causal, deterministic=deterministic, backend=backend)
 
     def wrong() -> list[str]:
         out = forward()
@@ -117,18 +119,16 @@ def answer() -> None:
         if line != asked:
             asked, call = line, None  # frees the tensors of the case before
             torch.cuda.empty_cache()
-            call, wrong = call_of(Case(**question["case"]), question["mode"], question["deterministic"])
+            call, wrong = call_of(Case(**question.pop("case")), **question)
             errors = wrong()
         reply = {"wrong": errors, "ms": None if errors else median_ms(call, device, ROUND_MS)}
         print(json.dumps(reply), flush=True)
 
 
-def run(
-    versions: list[Version], cases: list[Case], mode: Mode, deterministic: bool, rounds: int
-) -> Iterator[dict[str, Any]]:
+def run(versions: list[Version], cases: list[Case], rounds: int, **settings: Any) -> Iterator[dict[str, Any]]:
     """A row for each case: milliseconds of every version in every round."""
     for case in cases:
-        question = {"case": dataclasses.asdict(case), "mode": mode, "deterministic": deterministic}
+        question = {"case": dataclasses.asdict(case), **settings}
         times: dict[str, list[float]] = {version.name: [] for version in versions}
         wrong: dict[str, list[str]] = {}
         for _ in range(rounds):
@@ -140,8 +140,8 @@ def run(
                     wrong[version.name] = reply["wrong"]
                 else:
                     times[version.name].append(reply["ms"])
-        yield {"case": case.label, "mode": mode, "deterministic": deterministic, "rounds_ms": times, "wrong": wrong,
-               "flops": flops(case.spec, mode, paper_pairs(case.spec))}  # fmt: skip
+        counted = flops(case.spec, settings["mode"], paper_pairs(case.spec))
+        yield {"case": case.label, **settings, "rounds_ms": times, "wrong": wrong, "flops": counted}
 
 
 def over(first: list[float], other: list[float]) -> float:
@@ -155,6 +155,7 @@ def main(
     contender: Annotated[list[str], typer.Option()],
     mode: str = "fwd",
     deterministic: bool = False,
+    backend: str = "hopper",
     rounds: int = 15,
 ) -> None:
     """Prints TFLOP/s of the first contender and the others' share of it, and writes all times as JSON."""
@@ -164,7 +165,8 @@ def main(
     with ExitStack() as stack:
         versions = [stack.enter_context(started(text)) for text in contender]
         document: dict[str, Any] = {"machines": {version.name: version.ask("machine") for version in versions}}
-        for row in run(versions, [case_of(text) for text in case], mode, deterministic, rounds):
+        settings = {"mode": mode, "deterministic": deterministic, "backend": backend}
+        for row in run(versions, [case_of(text) for text in case], rounds, **settings):
             rows.append(row)
             ms = row["rounds_ms"]
             row["over_first"] = {name: over(ms[versions[0].name], ms[name]) for name in ms}
