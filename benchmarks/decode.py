@@ -2,12 +2,14 @@
 
     python benchmarks/decode.py benchmarks/results/decode-h200.json --plot benchmarks/results/decode-h200.png
 
-Every provider is checked against float64 first. Then calls over distinct caches, together several times the L2 cache,
-are captured in a CUDA graph, which is timed in random order among the providers' graphs. bfloat16, D 128.
+Beside PyTorch's own, flash-attn-4 and flashinfer are timed where they are installed. Every provider is checked against
+float64 first. Then calls over distinct caches, together several times the L2 cache, are captured in a CUDA graph, which
+is timed in random order among the providers' graphs. bfloat16, D 128.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import statistics
@@ -79,7 +81,8 @@ class Point:
     @property
     def providers(self) -> dict[str, Provider]:
         """PyTorch's own have neither lengths, pages, scales nor a mask aligned to the bottom right."""
-        return PROVIDERS if self == Point(self.batch, self.heads_q, self.heads_k, self.seqlen) else {"flashtile": ours}
+        plain = self == Point(self.batch, self.heads_q, self.heads_k, self.seqlen)
+        return {"flashtile": ours} | (PYTORCH if plain else {}) | LIBRARIES
 
 
 RAGGED, LARGE, MANY = Point(64, 32, 8, 65536, ragged=True), Point(8, 32, 8, 32768), Point(64, 32, 8, 4096)
@@ -167,11 +170,70 @@ def naive(step: Step) -> Tensor:
     return ((q @ k.mT / DIM**0.5).softmax(-1) @ v).transpose(1, 2)
 
 
-PROVIDERS: dict[str, Provider] = {
-    "flashtile": ours,
+def flash_attn_4(step: Step) -> Tensor:
+    from flash_attn.cute import flash_attn_varlen_func  # on Hopper in one split
+
+    if "k_descale" in step.settings:
+        raise ValueError("it has no float8 cache for bfloat16 queries")
+    lengths, pages = step.settings["cache_seqlens"], step.settings.get("block_table")
+    result = flash_attn_varlen_func(*step[:3], seqused_k=lengths, page_table=pages, causal=step.settings["causal"])
+    return result[0] if isinstance(result, tuple) else result
+
+
+PAGE_SIZE = 16  # of a cache in one piece, for those who want pages
+
+
+def in_pages(step: Step) -> tuple[Tensor, Tensor]:
+    """K and V as (pages, page_size, Hk, D)."""
+    if "block_table" in step.settings:
+        return step.k, step.v
+    return step.k.view(-1, PAGE_SIZE, *step.k.shape[2:]), step.v.view(-1, PAGE_SIZE, *step.v.shape[2:])
+
+
+def pages_used(step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """(B + 1,) where each sequence's pages begin among all that are used; those; (B,) tokens in the last of each."""
+    lengths, table = step.settings["cache_seqlens"], step.settings.get("block_table")
+    k, _ = in_pages(step)
+    if table is None:
+        table = torch.arange(len(k), dtype=torch.int32, device=k.device).view(len(lengths), -1)
+    counts = -(-lengths // k.shape[1])
+    used = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+    return functional.pad(counts.cumsum(0).int(), (1, 0)), table[used], (lengths - 1) % k.shape[1] + 1
+
+
+class FlashInfer:
+    """Its plan is for the lengths and pages of the steps of one point, which have the same settings."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] | None = None
+
+    def __call__(self, step: Step) -> Tensor:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        if step.q.shape[1] > 1 or "k_descale" in step.settings:
+            raise ValueError("asked for one query of a bfloat16 cache alone")
+        k, v = in_pages(step)
+        if self.settings is not step.settings:
+            room = torch.zeros(256 << 20, dtype=torch.uint8, device=k.device)
+            self.decoding = BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=True)
+            heads, dtypes = (step.q.shape[2], k.shape[2]), {"q_data_type": step.q.dtype, "kv_data_type": k.dtype}
+            self.decoding.plan(*pages_used(step), *heads, DIM, k.shape[1], **dtypes)
+            self.settings = step.settings
+        return self.decoding.run(step.q[:, 0], (k, v))[:, None]
+
+
+PYTORCH: dict[str, Provider] = {
     "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
     "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
     "naive PyTorch": naive,
+}
+LIBRARIES: dict[str, Provider] = {
+    name: provider
+    for name, module, provider in (
+        ("flash-attn 4", "flash_attn", flash_attn_4),
+        ("flashinfer", "flashinfer", FlashInfer()),
+    )
+    if importlib.util.find_spec(module)
 }
 
 
@@ -217,8 +279,8 @@ def measure(point: Point, caches: Caches, l2_bytes: int, rounds: int) -> list[di
                 raise ValueError(f"wrong by {error:.2g} of the largest |out|")
             rows[name]["relative_error"] = error
             graphs[name] = captured(provider, steps)
-        except (RuntimeError, ValueError) as failure:
-            rows[name]["reason"] = str(failure)[:200]
+        except Exception as failure:  # whatever another library raises is why it has no number
+            rows[name]["reason"] = f"{type(failure).__name__}: {failure}"[:200]
     if "flashtile" in graphs:
         graphs[NOT_MERGED] = captured(not_merged, steps)
     times: dict[str, list[float]] = {name: [] for name in graphs}
@@ -251,8 +313,9 @@ def save_figure(document: dict[str, Any], path: Path) -> None:
     from flashtile.bench.plots import save_decoding  # needs matplotlib, which measuring does not
 
     lengths = {point.name: point.seqlen for point in MULTI_QUERY}
-    lines: dict[str, dict[int, float]] = {name: {} for name in PROVIDERS}
-    bars: dict[str, dict[str, float]] = {name: {} for name in PROVIDERS}
+    providers = dict.fromkeys(row["provider"] for row in document["rows"])
+    lines: dict[str, dict[int, float]] = {name: {} for name in providers}
+    bars: dict[str, dict[str, float]] = {name: {} for name in providers}
     for row in document["rows"]:
         if row["us"] and row["point"] in lengths:
             lines[row["provider"]][lengths[row["point"]]] = row["us"]

@@ -32,7 +32,7 @@ def test_the_truth_is_what_the_call_gives(point):
 @pytest.mark.parametrize("name", ["flashtile", "naive PyTorch"])
 def test_a_right_provider_is_within_the_budget_and_a_wrong_one_is_not(name):
     (step,) = steps(decode.Point(3, 32, 8, 512))
-    out = decode.PROVIDERS[name](step)
+    out = ({"flashtile": decode.ours} | decode.PYTORCH)[name](step)
     assert decode.relative_error(out, step) < decode.BUDGET
     assert decode.relative_error(out.roll(1, dims=2), step) > decode.BUDGET
     out[-1] = torch.nan
@@ -44,6 +44,19 @@ def test_steps_have_caches_of_their_own():
     found = steps(point, count=3)
     assert len({step.k.data_ptr() for step in found} | {step.v.data_ptr() for step in found}) == 6
     assert point.bytes_read == found[0].k.nbytes + found[0].v.nbytes
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])
+def test_the_pages_used_hold_the_keys_of_every_sequence(page_size):
+    point = decode.Point(3, 32, 8, 512, ragged=True, page_size=page_size)
+    (step,) = steps(point)
+    (k, _), (begin, pages, in_last) = decode.in_pages(step), decode.pages_used(step)
+    assert begin[-1] == len(pages)
+    for b, length in enumerate(step.settings["cache_seqlens"].tolist()):
+        mine = pages[begin[b] : begin[b + 1]].long()
+        keys = k[mine].flatten(0, 1)[: (len(mine) - 1) * k.shape[1] + in_last[b]]
+        at = step.settings["block_table"][b].long() if page_size else slice(b, b + 1)
+        assert torch.equal(keys, step.k[at].flatten(0, 1)[:length])
 
 
 def test_points_have_names_and_ratios_of_their_own():
