@@ -245,6 +245,6 @@ def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Te
     lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=torch.float32, device="meta")
     return {
         "forward": (FORWARD, (q, k, v, out, lse)),
-        "dq": (DQ, (q, k, v, out, out, lse, None, lse, q)),
-        "dkdv": (DKDV, (q, k, v, out, lse, k, v)),
+        "dq": (DQ, (q, k, v, out, out, lse, None, lse, lse, q)),
+        "dkdv": (DKDV, (q, k, v, out, lse, lse, k, v)),
     }

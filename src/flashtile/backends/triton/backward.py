@@ -1,7 +1,7 @@
 """FlashAttention-2 backward pass (Algorithm 2) in Triton.
 
-Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse (B, Hq, Sq) float32, rows (B, Hq, 2, Sq padded to a
-multiple of ROW_PAD) float32: of each head the shifts, then the deltas.
+Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv), lse (B, Hq, Sq) float32, shift and delta as lse with
+every row of Sq numbers padded to a multiple of ROW_PAD.
 
 Two kernels. dQ: one program per block of Q and head; on its way it leaves two numbers per row for the other,
 delta = rowsum(dO o O) - dlse (Algorithm 2's D, and the gradient of lse) and shift (lse as exp_of_scores wants
@@ -40,7 +40,7 @@ from .tile import (
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     stride_lb, stride_lh, stride_ls,
@@ -76,9 +76,10 @@ def dq_kernel(
     # +inf where a row sees no key, or is none: its P = exp(scores - inf) is then 0 by itself
     shift = tl.where(lse == float("-inf"), float("inf"), lse if EXACT else lse * LOG2E)
     padded = tl.cdiv(seqlen_q, ROW_PAD) * ROW_PAD
-    rows_ptr += (batch * heads_q + head) * 2 * padded
-    tl.store(rows_ptr + rows, shift)
-    tl.store(rows_ptr + padded + rows, delta)
+    shift_ptr += (batch * heads_q + head) * padded
+    delta_ptr += (batch * heads_q + head) * padded
+    tl.store(shift_ptr + rows, shift)
+    tl.store(delta_ptr + rows, delta)
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
 
     first, full_first, full_end, end = visible_blocks(
@@ -111,7 +112,7 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
@@ -126,7 +127,8 @@ def dkdv_kernel(
     q_ptr += batch * stride_qb
     dout_ptr += batch * stride_ob
     padded = tl.cdiv(seqlen_q, ROW_PAD) * ROW_PAD
-    rows_ptr += batch * heads_k * GROUP * 2 * padded
+    shift_ptr += batch * heads_k * GROUP * padded
+    delta_ptr += batch * heads_k * GROUP * padded
 
     col = n_block * TILE_N
     cols = col + tl.arange(0, TILE_N)
@@ -163,8 +165,8 @@ def dkdv_kernel(
                 q *= softmax_scale
             dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, part != 2 or not WINDOWED, KEEP)
             rows = row + tl.arange(0, TILE_M)
-            shift = tl.load(rows_ptr + head * 2 * padded + rows)
-            delta = tl.load(rows_ptr + head * 2 * padded + padded + rows)
+            shift = tl.load(shift_ptr + head * padded + rows)
+            delta = tl.load(delta_ptr + head * padded + rows)
             s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 10: (TILE_N, TILE_M)
             if SOFTCAP:
                 s = tanh(s * cap_in)
@@ -195,7 +197,7 @@ def _problem(spec: AttentionSpec) -> tuple[int | float, ...]:
     )  # fmt: skip
 
 
-def _launch_dkdv(spec, tiles, q, k, v, dout, rows, dk, dv) -> Launch:
+def _launch_dkdv(spec, tiles, q, k, v, dout, shift, delta, dk, dv) -> Launch:
     return Launch(
         grid=triton.cdiv(spec.seqlen_k, tiles.tile_n) * spec.heads_k * spec.batch,
         scalars=(*(n for x in (q, k, v, dout, dk, dv) for n in strides(x)), spec.heads_k, *_problem(spec)),
@@ -203,7 +205,7 @@ def _launch_dkdv(spec, tiles, q, k, v, dout, rows, dk, dv) -> Launch:
     )
 
 
-def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, rows, dq) -> Launch:
+def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, shift, delta, dq) -> Launch:
     return Launch(
         grid=triton.cdiv(spec.seqlen_q, tiles.tile_m) * spec.heads_q * spec.batch,
         scalars=(
@@ -217,24 +219,24 @@ def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, rows, dq) -> Launch:
     )
 
 
-def rows_of(spec: AttentionSpec) -> Callable[[Tensor], Tensor]:
-    """rows(lse): room for the shifts and deltas of a call, their padding filled in.
+def row_numbers(spec: AttentionSpec) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """room(lse): for shift and delta, B * Hq * (Sq rounded up to a multiple of ROW_PAD) float32, the padding filled in.
 
-    By the host, as a branch for it in dq_kernel takes registers that a second program on the multiprocessor needs.
+    By the host, as a branch for it in dq_kernel takes registers that a second program on the multiprocessor needs. Of
+    one dimension each: views of one tensor for both take the host twice as long.
     """
     seqlen = spec.seqlen_q
     padded = -(-seqlen // ROW_PAD.value) * ROW_PAD.value
-    size = spec.batch * spec.heads_q * 2 * padded
+    size = spec.batch * spec.heads_q * padded
 
-    def rows(lse: Tensor) -> Tensor:
-        room = lse.new_empty(size)  # its shape does not matter: this one takes the least host time
+    def room(lse: Tensor) -> tuple[Tensor, Tensor]:
+        shift, delta = lse.new_empty(size), lse.new_empty(size)
         if padded > seqlen:
-            shift, delta = room.view(-1, 2, padded)[..., seqlen:].unbind(1)
-            shift.fill_(float("inf"))  # P = exp(scores - inf) = 0
-            delta.zero_()
-        return room
+            shift.view(-1, padded)[:, seqlen:] = float("inf")  # P = exp(scores - inf) = 0
+            delta.view(-1, padded)[:, seqlen:] = 0.0
+        return shift, delta
 
-    return rows
+    return room
 
 
 DQ = Kernel("dq", dq_kernel, _launch_dq)
@@ -247,18 +249,18 @@ class BackwardPass(Launcher):
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
-        rows_for = rows_of(spec)
-        rows = rows_for(lse)
-        launch_dq = DQ.prepare(spec, (q, k, v, out, dout, lse, dlse, rows, dq))
-        launch_dkdv = DKDV.prepare(spec, (q, k, v, dout, rows, dk, dv))
+        room = row_numbers(spec)
+        shift, delta = room(lse)
+        launch_dq = DQ.prepare(spec, (q, k, v, out, dout, lse, dlse, shift, delta, dq))
+        launch_dkdv = DKDV.prepare(spec, (q, k, v, dout, shift, delta, dk, dv))
 
         def launch(
             stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
-            rows = rows_for(lse)
-            launch_dq(stream, q, k, v, out, dout, lse, dlse, rows, dq)
-            launch_dkdv(stream, q, k, v, dout, rows, dk, dv)
+            shift, delta = room(lse)
+            launch_dq(stream, q, k, v, out, dout, lse, dlse, shift, delta, dq)
+            launch_dkdv(stream, q, k, v, dout, shift, delta, dk, dv)
 
         return launch
 

@@ -9,7 +9,7 @@ import triton
 
 from ...spec import AttentionSpec
 from ...testing import make_inputs
-from .backward import DKDV, DQ, rows_of
+from .backward import DKDV, DQ, row_numbers
 from .config import Key, Tiles
 from .forward import FORWARD
 from .launch import Kernel
@@ -29,11 +29,11 @@ def tune(spec: AttentionSpec, device: torch.device) -> Iterator[tuple[Key, Tiles
     q, k, v, dout, _ = make_inputs(spec, device)
     out = torch.empty_like(dout)
     lse = torch.zeros(spec.batch, spec.heads_q, spec.seqlen_q, device=device)
-    rows = rows_of(spec)(lse).zero_()
+    shift, delta = (x.zero_() for x in row_numbers(spec)(lse))
     for kernel, tensors in (
         (FORWARD, (q, k, v, out, lse)),
-        (DQ, (q, k, v, out, dout, lse, None, rows, torch.empty_like(q))),
-        (DKDV, (q, k, v, dout, rows, torch.empty_like(k), torch.empty_like(v))),
+        (DQ, (q, k, v, out, dout, lse, None, shift, delta, torch.empty_like(q))),
+        (DKDV, (q, k, v, dout, shift, delta, torch.empty_like(k), torch.empty_like(v))),
     ):
         yield Key.of(kernel.role, spec), _fastest(kernel, spec, tensors)
 
