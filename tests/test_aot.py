@@ -25,6 +25,7 @@ from aot import (
 )
 from cases import BF16, FLOAT, spec
 
+from flashtile.backends.hopper import compat
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.triton import config, decode_config, decode_launch
 from flashtile.backends.triton.append import APPEND, AppendSpec
@@ -193,6 +194,22 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert len(spills) == loops, message
     assert not any(spills), message
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_hopper_kernels_are_compiled_by_a_ptxas_of_cuda_12_where_it_pays(pays, monkeypatch):
+    def used():
+        return compat.compiler().get_ptxas(90).version
+
+    by_itself = used()
+    with compat.earlier_ptxas({}, pays) as options:
+        assert used().startswith("12.") or (used() == by_itself and not pays)
+        assert set(options) == ({"ptx_version"} if used() != by_itself else set())
+    assert used() == by_itself
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", compat.compiler().get_ptxas(90).path)  # a choice of the user's
+    with compat.earlier_ptxas({}, pays) as options:
+        assert used() == by_itself
+        assert options == {}
 
 
 @pytest.mark.parametrize("mask", MASKS)
