@@ -1,0 +1,60 @@
+"""benchmarks/turns.py without a GPU: what its cases and contenders name, and how rounds are compared."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from flashtile.bench.cases import Case
+
+ECHO = """
+import json, os, sys
+for line in sys.stdin:
+    print(json.dumps([os.environ["PYTHONPATH"], os.environ["X"], json.loads(line)]), flush=True)
+"""
+PATH = Path(__file__).parent.parent / "benchmarks/turns.py"
+turns = importlib.util.module_from_spec(found := importlib.util.spec_from_file_location("turns_benchmark", PATH))
+found.loader.exec_module(turns)
+
+
+@pytest.mark.parametrize(
+    ("text", "case"),
+    [
+        ("128 full 8192", Case.square(2, 8192, 16, 128, False, "bfloat16")),
+        ("64 causal 4097", Case.square(4, 4097, 32, 64, True, "bfloat16")),
+        ("192/128 causal 2048 16/4", Case.square(8, 2048, 16, 192, True, "bfloat16", 4, 128)),
+        ("128 full 65536", Case.square(1, 65536, 16, 128, False, "bfloat16")),
+    ],
+)
+def test_a_case_is_named_by_few_words(text, case):
+    assert turns.case_of(text) == case
+
+
+def test_a_mask_of_another_name_is_refused():
+    with pytest.raises(ValueError, match="mask: got 'masked' in '64 masked 512'; want full or causal"):
+        turns.case_of("64 masked 512")
+
+
+def test_versions_are_compared_round_by_round():
+    hot = [1.0, 2.0, 3.0]  # the GPU slows down, for both alike
+    assert turns.over(hot, [x / 1.25 for x in hot]) == 1.25
+
+
+def test_a_contender_is_a_process_with_paths_and_variables_of_its_own(monkeypatch, tmp_path):
+    script = tmp_path / "answer.py"
+    script.write_text(ECHO)
+    monkeypatch.setattr(turns, "__file__", str(script))
+    monkeypatch.setenv("PYTHONPATH", "behind")
+    with turns.started("new=first,X=1") as version:
+        assert version.name == "new"
+        assert version.ask({"mode": "fwd"}) == ["first:behind", "1", {"mode": "fwd"}]
+
+
+def test_a_contender_that_ends_is_named(monkeypatch, tmp_path):
+    script = tmp_path / "answer.py"
+    script.write_text("import sys\nsys.stdin.readline()\nsys.exit(3)")
+    monkeypatch.setattr(turns, "__file__", str(script))
+    with turns.started("broken=src") as version, pytest.raises(RuntimeError, match="broken ended with 3"):
+        version.ask({})
