@@ -63,8 +63,8 @@ D128 = Tiles(
 )
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
 +9 % at S = 512, 0 at 16k. Tails: S = 4097 full +1.5 %, other lengths -1 to +2 %; D 256 -2 to +1 %, D 64 at S = 512
--3 %. Half way: by triton 3.9 full 0.96 ... 0.99 -> 1.00 of what it makes by 3.6, by that 0; D 64 -3 to -5 %, D 96 -4 %.
-"""
+-3 %. Half way: by triton 3.9 full 0.96 ... 1.00 -> 0.99 ... 1.01 of what it makes by 3.6, by that -1 to 0 %; D 64 and
+96 -2 to -5 %."""
 D96 = Tiles(
     96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
 )
