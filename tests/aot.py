@@ -153,7 +153,7 @@ def _compile_gluon(
     """A kernel of the Hopper backend: descriptors of `boxes`, other pointers, the schedule, scalars and constants."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from flashtile.backends.hopper import compat, launch
+    from flashtile.backends.hopper import launch, ptxas
 
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[spec.dtype]
     signature, constants = {}, {}
@@ -167,7 +167,7 @@ def _compile_gluon(
             constants[parameter.name] = value
     signature |= {name: "fp32" for name in ("unit", "natural", "cap_in", "softmax_scale") if name in signature}
     source = GluonASTSource(kernel, signature, constants, {})
-    with compat.earlier_ptxas(launch.OPTIONS, pays) as options:
+    with ptxas.earlier_ptxas(launch.OPTIONS, pays) as options:
         compiled = triton.compile(source, target=target_of("sm_90"), options=options)
     return _usage(compiled, "sm_90"), compiled
 
@@ -223,7 +223,10 @@ def overwritten_operands(compiled: object) -> list[str]:
 
 def serializes_products(compiled: object) -> bool:
     """Whether ptxas says (C7510 to C7515) that it waits for each wgmma product before it goes on."""
-    ptxas = get_ptxas(90).path
+    from flashtile.backends.hopper.ptxas import earlier_ptxas
+
+    with earlier_ptxas({}, compiled.metadata.ptx_version is not None):  # the one that compiled it
+        ptxas = get_ptxas(90).path
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(compiled.asm["ptx"])

@@ -25,8 +25,8 @@ from aot import (
 )
 from cases import BF16, FLOAT, spec
 
-from flashtile.backends.hopper import compat
 from flashtile.backends.hopper import config as hopper_config
+from flashtile.backends.hopper import ptxas
 from flashtile.backends.triton import config, decode_config, decode_launch
 from flashtile.backends.triton.append import APPEND, AppendSpec
 from flashtile.cache import FP8, Cache, CachedCall
@@ -199,15 +199,15 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
 @pytest.mark.parametrize("pays", [True, False])
 def test_hopper_kernels_are_compiled_by_a_ptxas_of_cuda_12_where_it_pays(pays, monkeypatch):
     def used():
-        return compat.compiler().get_ptxas(90).version
+        return ptxas.compiler().get_ptxas(90).version
 
     by_itself = used()
-    with compat.earlier_ptxas({}, pays) as options:
+    with ptxas.earlier_ptxas({}, pays) as options:
         assert used().startswith("12.") or (used() == by_itself and not pays)
         assert set(options) == ({"ptx_version"} if used() != by_itself else set())
     assert used() == by_itself
-    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", compat.compiler().get_ptxas(90).path)  # a choice of the user's
-    with compat.earlier_ptxas({}, pays) as options:
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", ptxas.compiler().get_ptxas(90).path)  # a choice of the user's
+    with ptxas.earlier_ptxas({}, pays) as options:
         assert used() == by_itself
         assert options == {}
 

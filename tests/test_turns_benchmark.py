@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashtile.bench.cases import Case
 
@@ -23,7 +24,7 @@ found.loader.exec_module(turns)
     ("text", "case"),
     [
         ("128 full 8192", Case.square(2, 8192, 16, 128, False, "bfloat16")),
-        ("64 causal 4097", Case.square(4, 4097, 32, 64, True, "bfloat16")),
+        ("64 causal 4097", Case.square(3, 4097, 32, 64, True, "bfloat16")),
         ("192/128 causal 2048 16/4", Case.square(8, 2048, 16, 192, True, "bfloat16", 4, 128)),
         ("128 full 65536", Case.square(1, 65536, 16, 128, False, "bfloat16")),
     ],
@@ -35,6 +36,21 @@ def test_a_case_is_named_by_few_words(text, case):
 def test_a_mask_of_another_name_is_refused():
     with pytest.raises(ValueError, match="mask: got 'masked' in '64 masked 512'; want full or causal"):
         turns.case_of("64 masked 512")
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_a_case_is_checked_and_then_timed_as_often_as_asked(mode):
+    race = turns.Race(Case.square(1, 64, 2, 32, True, "float32").to_json(), mode, "flashtile-cpu", torch.device("cpu"))
+    for _ in range(2):
+        reply = race.turn()
+        assert reply["reason"] is None
+        assert reply["ms"] > 0
+
+
+def test_a_case_that_a_provider_cannot_run_has_a_reason_and_no_time():
+    case = Case.square(1, 64, 2, 32, False, "bfloat16").to_json()
+    reply = turns.Race(case, "fwd", "flashtile-hopper", torch.device("cpu")).turn()
+    assert reply == {"reason": "it takes CUDA tensors, these are on cpu", "ms": None}
 
 
 def test_versions_are_compared_round_by_round():

@@ -11,6 +11,11 @@ def triton_interpret() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
+def names_ptxas() -> bool:
+    """TRITON_PTXAS_BLACKWELL_PATH (Triton's own, from 3.9 on for Hopper too): the user has chosen a ptxas."""
+    return "TRITON_PTXAS_BLACKWELL_PATH" in os.environ
+
+
 def tuned_configs() -> Path:
     """FLASHTILE_TUNED: the file `flashtile tune` writes and the Triton backend reads at start."""
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "flashtile" / "tuned.json"

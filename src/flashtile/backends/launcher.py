@@ -105,7 +105,7 @@ def forward_pass_like(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Ten
     out_layout, lse_layout = ((x.shape, x.stride()) for x in (out, lse))
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = q.new_empty_strided(*out_layout)  # takes the host half as long as torch.empty
+        out = q.new_empty_strided(*out_layout)  # less work for the host than torch.empty
         lse = q.new_empty_strided(*lse_layout, dtype=torch.float32)
         run(q, k, v, out, lse)
         return out, lse

@@ -28,7 +28,7 @@ class Effort:
 
 
 @dataclass
-class _Contender:
+class Contender:
     """A provider that is in the race for one case: its function, and the rows it earns."""
 
     name: str
@@ -65,20 +65,25 @@ def _run_case(
     on_step: Callable[[str], None],
 ) -> list[Row]:
     on_step(f"{case.label}: float64")
-    inputs = make_inputs(case.spec, device)
-    inputs = inputs._replace(dlse=torch.zeros_like(inputs.dlse))  # providers return no lse to send a gradient into
-    sample = Sample.of(case.spec, inputs, gradients="bwd" in modes)
+    inputs, sample = problem_of(case, modes, device)
     contenders = []
     for name, provider in providers.items():
         on_step(f"{case.label}: checking {name}")
-        contenders.append(_check_provider(name, provider, case, modes, inputs, sample, device))
+        contenders.append(checked(name, provider, case, modes, inputs, sample, device))
     on_step(f"{case.label}: timing")
     for mode in modes:
         _time_mode(mode, [c for c in contenders if c.rows[mode].reason is None], inputs, device, effort)
     return [contender.rows[mode] for mode in modes for contender in contenders]
 
 
-def _check_provider(
+def problem_of(case: Case, modes: Sequence[Mode], device: torch.device) -> tuple[Inputs, Sample]:
+    """The tensors of a case, and the truth about them."""
+    inputs = make_inputs(case.spec, device)
+    inputs = inputs._replace(dlse=torch.zeros_like(inputs.dlse))  # providers return no lse to send a gradient into
+    return inputs, Sample.of(case.spec, inputs, gradients="bwd" in modes)
+
+
+def checked(
     name: str,
     provider: Provider,
     case: Case,
@@ -86,10 +91,10 @@ def _check_provider(
     inputs: Inputs,
     sample: Sample,
     device: torch.device,
-) -> _Contender:
+) -> Contender:
     """The contender with a row for each mode: errors and peak memory, or the reason why it is out."""
     spec = case.spec
-    contender = _Contender(name, _not_built)
+    contender = Contender(name, _not_built)
     for mode in modes:
         row = Row(case, name, mode, flops(spec, mode, paper_pairs(spec)))
         try:
@@ -129,25 +134,26 @@ def _errors(result: Result, mode: Mode, inputs: Inputs, sample: Sample) -> list[
 
 
 def _time_mode(
-    mode: Mode, contenders: Sequence[_Contender], inputs: Inputs, device: torch.device, effort: Effort
+    mode: Mode, contenders: Sequence[Contender], inputs: Inputs, device: torch.device, effort: Effort
 ) -> None:
     """Fills in the times of `mode`; a contender that fails here (out of memory, say) gets the reason instead."""
-
-    def prepared(contender: _Contender) -> Callable[[], object]:
-        if mode == "fwd":
-            return lambda: _forward(contender.attention, inputs)
-        q, k, v = _leaves(inputs)
-        out = contender.attention(q, k, v)
-        return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
-
     by_name = {contender.name: contender for contender in contenders}
-    prepare = {name: lambda c=contender: prepared(c) for name, contender in by_name.items()}
+    prepare = {name: lambda c=contender: timed_call(mode, c.attention, inputs) for name, contender in by_name.items()}
     times, failures = interleaved(prepare, device, rounds=effort.rounds, round_ms=effort.round_ms)
     for name, rounds_ms in times.items():
         row = by_name[name].rows[mode]
         by_name[name].rows[mode] = replace(row, rounds_ms=tuple(rounds_ms), ms=statistics.median(rounds_ms))
     for name, failure in failures.items():
         by_name[name].rows[mode] = replace(by_name[name].rows[mode], reason=_first_line(failure))
+
+
+def timed_call(mode: Mode, attention: Attention, inputs: Inputs) -> Callable[[], object]:
+    """What is timed: a forward pass, or the backward pass of one that has run."""
+    if mode == "fwd":
+        return lambda: _forward(attention, inputs)
+    q, k, v = _leaves(inputs)
+    out = attention(q, k, v)
+    return lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
 
 
 def _forward(attention: Attention, inputs: Inputs) -> Result:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
-from . import compat, config
+from . import config, ptxas
 from .backward import backward_kernel
 from .backward_problem import FIELDS, SUMS_WIDTH
 from .backward_rows import begin_kernel, finish_kernel
@@ -111,7 +111,7 @@ class BackwardKernel:
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if added else OPTIONS
-        with compat.earlier_ptxas(options, tiles.earlier_ptxas) as options:
+        with ptxas.earlier_ptxas(options, tiles.earlier_ptxas) as options:
             return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), options)
 
 

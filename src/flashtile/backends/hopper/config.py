@@ -104,7 +104,7 @@ class BackwardTiles:
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     parts_v: int = 1  # as V and dO do
     dq_buffer: bool = True  # dQ goes by way of shared memory to a copy that adds, not from the registers
-    earlier_ptxas: bool = False  # see compat.py
+    earlier_ptxas: bool = False  # see ptxas.py
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stag
 H200; dQ by way of a buffer +8, +9 %."""
 BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3, earlier_ptxas=True)
 """As above: S = 2k full +17 %, 8k causal +23 %; the buffer +18, +19 %. By triton 3.9 the earlier ptxas brings 13 % at
-S = 8k causal, where other backward tiles lose 0 to 2 %."""
+S = 8k causal, other backward tiles -7 to +1 %."""
 BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, dq_buffer=False)
 """What fits."""
 BACKWARD_D256_DV128 = replace(BACKWARD_D256, head_dim_v=128, key_stages=2)

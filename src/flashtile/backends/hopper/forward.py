@@ -189,26 +189,24 @@ def step(
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
     k_ring.release(position)
-    if STEADY:
-        if p.WAIT_HALF_WAY:
-            low, high = halves(s)
-            shift = gl.convert_layout(m * p.unit, gl.SliceLayout(1, low.type.layout))
-            low = probabilities(p, scores(p, low), shift)
-            v_ring.await_full(position - 1)  # again: it keeps the wait for O here, which ptxas would move
-            o = product_wait(o)
-            v_ring.release(position - 1)
-            p_new = gl.convert_layout(whole(low, probabilities(p, scores(p, high), shift)), s_layout)
-            l += row_sums_by_lane(p_new)
-        else:
-            p_new = probabilities(p, scores(p, s), m * p.unit)
-            l += row_sums_by_lane(p_new)
-            o = product_wait(o)
-            v_ring.release(position - 1)
+    HALF_WAY: gl.constexpr = STEADY and p.WAIT_HALF_WAY
+    if HALF_WAY:
+        low, high = halves(s)
+        shift = gl.convert_layout(m * p.unit, gl.SliceLayout(1, low.type.layout))
+        low = probabilities(p, scores(p, low), shift)
+        v_ring.await_full(position - 1)  # again: it keeps the wait for O here, which ptxas would move
+    elif STEADY:
+        p_new = probabilities(p, scores(p, s), m * p.unit)
+        l += row_sums_by_lane(p_new)
     else:
         p_new, m, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
-        o = product_wait(o)
-        v_ring.release(position - 1)
+    o = product_wait(o)
+    v_ring.release(position - 1)
+    if HALF_WAY:
+        p_new = gl.convert_layout(whole(low, probabilities(p, scores(p, high), shift)), s_layout)
+        l += row_sums_by_lane(p_new)
+    elif not STEADY:
         o = scaled(o, alpha)
     return o, pack(p_new, k_ring.buffers.dtype), m, l
 

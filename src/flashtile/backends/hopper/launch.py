@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...spec import AttentionSpec
 from .. import Forward
 from ..launcher import Launcher, StreamLaunch, forward_pass, forward_pass_like, prepared
-from . import compat, config
+from . import config, ptxas
 from .forward import forward_kernel
 from .schedule import schedule
 
@@ -58,7 +58,7 @@ class ForwardKernel(Launcher):
         tiles_of = table(spec, tiles, programs).to(lse.device)
         descriptors = map(describe, described, boxes(spec, tiles))
         arguments = (*descriptors, lse, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        with compat.earlier_ptxas(OPTIONS) as options:
+        with ptxas.earlier_ptxas(OPTIONS) as options:
             return prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors), options)
 
 

@@ -223,7 +223,7 @@ def row_numbers(spec: AttentionSpec) -> Callable[[Tensor], tuple[Tensor, Tensor]
     """room(lse): for shift and delta, B * Hq * (Sq rounded up to a multiple of ROW_PAD) float32, the padding filled in.
 
     By the host, as a branch for it in dq_kernel takes registers that a second program on the multiprocessor needs. Of
-    one dimension each: views of one tensor for both take the host twice as long.
+    one dimension each: views of one tensor for both are more work for it.
     """
     seqlen = spec.seqlen_q
     padded = -(-seqlen // ROW_PAD.value) * ROW_PAD.value

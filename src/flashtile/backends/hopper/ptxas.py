@@ -1,0 +1,52 @@
+"""Which ptxas compiles the Hopper kernels: Triton 3.9 is the first to use that of CUDA 13, and has that of CUDA 12."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import triton
+
+from ... import env
+
+_PTXAS = threading.Lock()
+
+
+@contextlib.contextmanager
+def earlier_ptxas(options: dict[str, Any], pays: bool = True) -> Iterator[dict[str, Any]]:
+    """Within, if it pays, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives.
+
+    From 3.9 on it takes that of CUDA 13, which works out the addresses of operands at greater length. Of what kernels
+    make by Triton 3.6, on an H200: forward D 96 0.92 -> 0.99, D 128 0.97 -> 0.99, D 192 causal 0.97 -> 1.00, backward
+    D 192 causal 0.90 -> 1.02. Where there is no such ptxas, or the environment names another, nothing changes.
+    """
+    with _PTXAS:  # what is set within is set for all threads
+        if not (pays and _has_earlier_ptxas()):
+            yield options
+            return
+        nvidia = triton.knobs.nvidia
+        compiler().get_ptxas_version(90)  # a part of the key in Triton's cache, remembered from the first kernel on
+        with nvidia.scope():
+            nvidia.ptxas_blackwell = nvidia.ptxas.path
+            version = compiler().ptx_get_version(nvidia.ptxas.version)
+            yield options | {"ptx_version": version}  # another key than by CUDA 13
+
+
+def compiler() -> ModuleType:
+    """Triton's for NVIDIA GPUs, which not every build has."""
+    return importlib.import_module("triton.backends.nvidia.compiler")
+
+
+def _has_earlier_ptxas() -> bool:
+    """Whether Triton would take a ptxas of CUDA 13, by itself, and has one of CUDA 12."""
+    if env.names_ptxas():
+        return False
+    try:
+        used, other = compiler().get_ptxas(90), triton.knobs.nvidia.ptxas
+    except (AttributeError, RuntimeError):  # a later Triton has one alone
+        return False
+    return other.version.startswith("12.") and not used.version.startswith("12.")
