@@ -46,7 +46,7 @@ class Tiles:
     def shared_bytes(self) -> int:
         q_and_k = (self.q_stages * self.rows + self.stages * self.tile_n) * self.head_dim
         v_and_out = self.stages * self.tile_n * self.head_dim_v + self.rows * self.head_dim_v // self.out_parts
-        barriers = 16 * (self.q_stages + 2 * self.stages)
+        barriers = 16 * (self.warpgroups * self.q_stages + 2 * self.stages)
         failures = 4 * 4 * self.tile_m
         return 2 * (q_and_k + v_and_out) + barriers + failures
 

@@ -28,6 +28,7 @@ from .tile import (
     add_product,
     halves,
     keep_apart,
+    log2,
     matrix,
     meet,
     pack,
@@ -55,72 +56,70 @@ def any_failed(p, failures):
 
 
 @gluon.jit
-def load_q(p, q_desc, q_ring, position, batch, head, m_block):
-    """The rows of all warpgroups of a tile."""
-    full = q_ring.await_empty(position)
-    mbarrier.expect(full, q_desc.block_type.nbytes * q_ring.parts)
-    PARTS: gl.constexpr = q_ring.parts // p.WARPGROUPS
+def load_q(p, q_desc, q_rings, position, batch, head, m_block):
+    """The rows of a tile, to the ring of each warpgroup."""
     for warpgroup in gl.static_range(p.WARPGROUPS):
-        row = p.first_query(m_block, warpgroup)
-        load_parts(q_desc, batch, row, head, full, q_ring, position, warpgroup, PARTS)
+        q_ring = q_rings[warpgroup]
+        full = q_ring.await_empty(position)
+        mbarrier.expect(full, q_desc.block_type.nbytes * q_ring.parts)
+        load_parts(q_desc, batch, p.first_query(m_block, warpgroup), head, full, q_ring, position, 0, q_ring.parts)
 
 
 @gluon.jit
-def load_loop(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures):
+def load_loop(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures):
     """The producer warp: what `compute_loop` reads."""
-    q_position = q_ring.first()
+    q_position = q_rings[0].first()
     position = k_ring.first()
     if p.STEADY:
         careful = False
         again = True
         while again:
-            q_position, position = load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position)
+            q_position, position = load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, position)
             again = any_failed(p, failures) & (careful ^ True)
             careful = True
     else:
-        load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position)
+        load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, position)
 
 
 @gluon.jit
-def load_walk(p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_position, position):
+def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, position):
     """Q of every tile, and its blocks of K and V from the last to the first; returns the positions after them.
 
-    Where Q has one slot, which the tile before frees late, the first K and V go ahead of it.
+    Where Q has one slot, which the tile before frees late, the first K goes ahead of it.
     """
     entries, n_tiles = p.tiles()
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
         first, _, _, end, tail = p.key_blocks(m_block)
         end += tail
-        if q_ring.depth > 1:
-            load_q(p, q_desc, q_ring, q_position, batch, head, m_block)
+        if q_rings[0].depth > 1:
+            load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
         head_k = head // p.group
         for i in range(end - first):
             col = (end - 1 - i) * p.TILE_N
             full_k = k_ring.await_empty(position)
             mbarrier.expect(full_k, k_desc.block_type.nbytes * k_ring.parts)
             load_parts(k_desc, batch, col, head_k, full_k, k_ring, position, 0, k_ring.parts)
+            if q_rings[0].depth == 1:
+                if i == 0:
+                    load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
             full_v = v_ring.await_empty(position)
             mbarrier.expect(full_v, v_desc.block_type.nbytes * v_ring.parts)
             load_parts(v_desc, batch, col, head_k, full_v, v_ring, position, 0, v_ring.parts)
             position += 1
-            if q_ring.depth == 1:
-                if i == 0:
-                    load_q(p, q_desc, q_ring, q_position, batch, head, m_block)
         q_position += 1
     return q_position, position
 
 
 @gluon.jit
-def scores_product(p, warpgroup: gl.constexpr, q, q_ring, q_position, k_ring, position, s):
-    """S = Q K^T of the first keys of a slot is begun, in as many parts of the dims as Q and K lie in; `q`: this
-    warpgroup's rows, if in one."""
+def scores_product(q, q_ring, q_position, k_ring, position, s):
+    """S = Q K^T of the first keys of a slot is begun, in as many parts of the dims as Q and K lie in; q: if in one."""
     PARTS: gl.constexpr = k_ring.parts
     KEYS: gl.constexpr = s.shape[1]
     for part in gl.static_range(PARTS):
         if PARTS > 1:
             q_position, position = anew(q_position), anew(position)
-            q = matrix(q_ring.buffer(q_position, warpgroup * PARTS + part))
+            q = matrix(q_ring.buffer(q_position, part))
         k = matrix(k_ring.buffer(position, part)).slice(0, KEYS).permute((1, 0))
         s = warpgroup_mma(q, k, s, use_acc=part > 0, is_async=True)
     return s
@@ -170,25 +169,35 @@ def scaled(o, factors):
 
 
 @gluon.jit
+def release_early(q_ring, q_position, done):
+    """Gives Q back with its last product where it has one slot: the next tile's comes under the softmax."""
+    if q_ring.depth == 1:
+        if done:
+            q_ring.release(q_position)
+
+
+@gluon.jit
 def step(
-    p, warpgroup: gl.constexpr, q, q_ring, q_position, o, probs, m, l, has_o, position, row, col, k_ring, v_ring,
+    p, warpgroup: gl.constexpr, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row, col, k_ring, v_ring,
     MASKED: gl.constexpr, STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """S of this block and O += P V of the block before, then the softmax of this one while the latter runs.
 
-    STEADY: with m as it is. Finding the maximum and rescaling O are a third of the instructions otherwise.
+    STEADY: with m as it is. Finding the maximum and rescaling O are a third of the instructions otherwise. final: the
+    position of the tile's last block.
     """
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
-    s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, zero)
+    s = scores_product(q, q_ring, q_position, k_ring, position, zero)
     v_ring.await_full(position - 1)
     pv = unpack(probs, k_ring.buffers.dtype, p_layout)
     o = add_product(o, pv, v_ring, position - 1, has_o)
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
     k_ring.release(position)
+    release_early(q_ring, q_position, position == final)
     HALF_WAY: gl.constexpr = STEADY and p.WAIT_HALF_WAY
     if HALF_WAY:
         low, high = halves(s)
@@ -212,10 +221,10 @@ def step(
 
 
 @gluon.jit
-def tail_scores(p, warpgroup: gl.constexpr, q, q_ring, q_position, row, col, k_ring, position, s):
+def tail_scores(p, q, q_ring, q_position, row, col, k_ring, position, s):
     """S of the tail's keys, masked. It goes into the softmax of the block after it, and so has no turn of its own."""
     k_ring.await_full(position)
-    s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, s)
+    s = scores_product(q, q_ring, q_position, k_ring, position, s)
     s = warpgroup_mma_wait(0, deps=(s,))
     k_ring.release(position)
     return mask(p, scores(p, s), row, col, gl.SliceLayout(1, s.type.layout))
@@ -260,7 +269,7 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
     inverse = 1.0 / gl.where(empty, 1.0, l_row)
     shift = m * p.unit
     left = gl.fma(m, p.unit, -shift)  # its rounding, which the scores kept when shift was taken off
-    lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, (gl.log2(l_row) - left) * LN2))
+    lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, (log2(l_row) - left) * LN2))
     o = scaled(o, inverse)
     WIDTH: gl.constexpr = out_desc.block_shape[3]
     if o[0].shape[1] > WIDTH:
@@ -323,13 +332,12 @@ def compute_walk(
         first, full_first, full_end, end, tail = p.key_blocks(m_block)
         row_new = p.first_query(m_block, warpgroup)
         q_ring.await_full(q_position)
-        q = matrix(q_ring.buffer(q_position, warpgroup * k_ring.parts))
+        q = matrix(q_ring.buffer(q_position, 0))
         m_new = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
         if p.TAILS:
             s_tail = gl.zeros([p.TILE_M, TAIL], gl.float32, tail_layout)
             if tail > 0:
-                s_tail = tail_scores(p, warpgroup, q, q_ring, q_position, row_new, end * p.TILE_N, k_ring, position,
-                                     s_tail)  # fmt: skip
+                s_tail = tail_scores(p, q, q_ring, q_position, row_new, end * p.TILE_N, k_ring, position, s_tail)
                 m_new = gl.convert_layout(gl.max(s_tail, axis=1), row_layout)
                 position += 1
         if p.Q_IN_REGISTERS:
@@ -338,13 +346,15 @@ def compute_walk(
         # S of the first block but for the tail, under the last O += P V of the tile before
         k_ring.await_full(position)
         take_turn(warpgroup)
-        s = scores_product(p, warpgroup, q, q_ring, q_position, k_ring, position, zero)
+        s = scores_product(q, q_ring, q_position, k_ring, position, zero)
         v_ring.await_full(position - 1 - tail, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
         o = add_product(o, pv, v_ring, position - 1 - tail, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
         k_ring.release(position)
+        blocks_here = gl.where(row_new < p.seqlen_q, end - first, 1)
+        release_early(q_ring, q_position, blocks_here == 1)
         to_mask = (full_end < end) | (full_first == end)
         probs_new, m_new, _ = softmax(p, s, m_new, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
         l_new = row_sums_by_lane(probs_new)
@@ -365,44 +375,45 @@ def compute_walk(
         has_o = tail > 0
         position += 1
         # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
-        blocks_here = gl.where(row < p.seqlen_q, end - first, 1)
         for _ in range(end - first - blocks_here):
             sit_out(warpgroup, p, position, k_ring, v_ring)
             position += 1
         end = first + blocks_here
+        final = position + (blocks_here - 2)
         middle = gl.minimum(gl.maximum(full_end, first), end - 1)
         last = gl.minimum(full_first, middle)
         if p.HAS_RIGHT:
             for i in range(end - 1 - middle):
                 col = (end - 2 - i) * p.TILE_N
-                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, col,
-                                      k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
+                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
+                                      col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         steady = 0
         if p.STEADY:
             steady = gl.where(careful, 0, middle - last)
         for _ in range(middle - last - steady):
-            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, 0,
+            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row, 0,
                                   k_ring, v_ring, False, False, s_layout, p_layout)  # fmt: skip
             has_o = True
             position += 1
         if p.STEADY:
             m = gl.where((steady > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
             for _ in range(steady):
-                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, 0,
-                                      k_ring, v_ring, False, True, s_layout, p_layout)  # fmt: skip
+                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
+                                      0, k_ring, v_ring, False, True, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         if p.HAS_LEFT:
             for i in range(last - first):
                 col = (last - 1 - i) * p.TILE_N
-                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, col,
-                                      k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
+                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
+                                      col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
         if not p.Q_IN_REGISTERS:
-            q_ring.release(q_position)
+            if q_ring.depth > 1:
+                q_ring.release(q_position)
         q_position += 1
     if warpgroup == 0:
         take_turn(warpgroup)
@@ -431,7 +442,9 @@ def forward_kernel(
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 TAILS, WAIT_HALF_WAY, Q_IN_REGISTERS, PACK)  # fmt: skip
-    q_ring = make_ring(q_desc, Q_STAGES, WARPGROUPS * PARTS, WARPGROUPS)
+    q_rings = (make_ring(q_desc, Q_STAGES, PARTS, 1),)
+    for _ in gl.static_range(WARPGROUPS - 1):
+        q_rings = q_rings + (make_ring(q_desc, Q_STAGES, PARTS, 1),)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
@@ -440,14 +453,14 @@ def forward_kernel(
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
-            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures)),
+            (compute_loop, (0, p, out_desc, lse_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
+            (load_loop, (p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (2, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures)),
-            (load_loop, (p, q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, failures)),
+            (compute_loop, (0, p, out_desc, lse_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (1, p, out_desc, lse_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (2, p, out_desc, lse_ptr, q_rings[2], k_ring, v_ring, out_buffers, failures)),
+            (load_loop, (p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
