@@ -80,8 +80,7 @@ FLAT_LOOP = [  # the last O += P V of a tile and its epilogue come before the ne
             finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
                    row_layout)  # fmt: skip
 """, ""),
-    ("\n        if not p.Q_IN_REGISTERS:\n            q_ring.release(q_position)\n",
-     END_OF_TILE + "        if not p.Q_IN_REGISTERS:\n            q_ring.release(q_position)\n"),
+    ("\n        if q_ring.depth > 1", END_OF_TILE + "        if q_ring.depth > 1"),
     (textwrap.dedent(END_OF_TILE).replace("\n", "\n    ").rstrip(" "), "\n"),
 ]  # fmt: skip
 

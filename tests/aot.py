@@ -122,8 +122,9 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     tiles = config.choose(spec)
     scalars = launch.scalars(spec, tiles, rounds=100)
     return _compile_gluon(
-        kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32"}, "*i64", scalars
-    )
+        kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32"}, "*i64", scalars,
+        tiles.earlier_ptxas,
+    )  # fmt: skip
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
@@ -148,7 +149,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
 
 def _compile_gluon(
     kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str | None], schedule: str, scalars: tuple,
-    pays: bool = True,
+    pays: bool,
 ) -> tuple[Usage, object]:  # fmt: skip
     """A kernel of the Hopper backend: descriptors of `boxes`, other pointers, the schedule, scalars and constants."""
     from triton.experimental.gluon._runtime import GluonASTSource

@@ -27,6 +27,7 @@ class Tiles:
     load_registers: int = 24
     tails: bool = False  # without a mask, up to 16 keys past the last whole block take products of 16
     wait_half_way: bool = False  # for O += P V, where no running maximum is sought
+    earlier_ptxas: bool = True  # see ptxas.py
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -51,10 +52,13 @@ class Tiles:
         return 2 * (q_and_k + v_and_out) + barriers + failures
 
 
-D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True)
+D64 = Tiles(
+    64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True, earlier_ptxas=False
+)
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
 484 -> 590 TFLOP/s. Tails: S = 4097 full +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops
-slower, they are not for."""
+slower, they are not for. By triton 3.9 with its own ptxas S = 2k, 8k, 16k full 1.00, 0.99, 0.98 of what it makes by
+3.6, with the earlier 0.99, 0.97, 0.98."""
 D64_SHORT = Tiles(64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_in_registers=True)
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482."""

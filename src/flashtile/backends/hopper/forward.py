@@ -82,32 +82,46 @@ def load_loop(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures):
 
 
 @gluon.jit
+def load_keys(desc, ring, position, batch, head, col):
+    """A block of K or of V."""
+    full = ring.await_empty(position)
+    mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
+    load_parts(desc, batch, col, head, full, ring, position, 0, ring.parts)
+
+
+@gluon.jit
 def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, position):
     """Q of every tile, and its blocks of K and V from the last to the first; returns the positions after them.
 
-    Where Q has one slot, which the tile before frees late, the first K goes ahead of it.
+    In the order in which slots become free, and are needed: V after the next block's K; Q, where it has one slot,
+    after its tile's first K.
     """
+    LATE_Q: gl.constexpr = q_rings[0].depth == 1
     entries, n_tiles = p.tiles()
+    batch_before = 0
+    head_before = 0
+    col_before = -1
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
         first, _, _, end, tail = p.key_blocks(m_block)
         end += tail
-        if q_rings[0].depth > 1:
+        if not LATE_Q:
             load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
         head_k = head // p.group
         for i in range(end - first):
             col = (end - 1 - i) * p.TILE_N
-            full_k = k_ring.await_empty(position)
-            mbarrier.expect(full_k, k_desc.block_type.nbytes * k_ring.parts)
-            load_parts(k_desc, batch, col, head_k, full_k, k_ring, position, 0, k_ring.parts)
-            if q_rings[0].depth == 1:
+            load_keys(k_desc, k_ring, position, batch, head_k, col)
+            if col_before >= 0:
+                load_keys(v_desc, v_ring, position - 1, batch_before, head_before, col_before)
+            if LATE_Q:
                 if i == 0:
                     load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
-            full_v = v_ring.await_empty(position)
-            mbarrier.expect(full_v, v_desc.block_type.nbytes * v_ring.parts)
-            load_parts(v_desc, batch, col, head_k, full_v, v_ring, position, 0, v_ring.parts)
+            batch_before = batch
+            head_before = head_k
+            col_before = col
             position += 1
         q_position += 1
+    load_keys(v_desc, v_ring, position - 1, batch_before, head_before, col_before)
     return q_position, position
 
 
@@ -169,9 +183,9 @@ def scaled(o, factors):
 
 
 @gluon.jit
-def release_early(q_ring, q_position, done):
+def release_early(p, q_ring, q_position, done):
     """Gives Q back with its last product where it has one slot: the next tile's comes under the softmax."""
-    if q_ring.depth == 1:
+    if q_ring.depth == 1 and not p.Q_IN_REGISTERS:
         if done:
             q_ring.release(q_position)
 
@@ -197,7 +211,7 @@ def step(
     pass_turn(warpgroup, p.WARPGROUPS)
     s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
     k_ring.release(position)
-    release_early(q_ring, q_position, position == final)
+    release_early(p, q_ring, q_position, position == final)
     HALF_WAY: gl.constexpr = STEADY and p.WAIT_HALF_WAY
     if HALF_WAY:
         low, high = halves(s)
@@ -354,7 +368,7 @@ def compute_walk(
         s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
         k_ring.release(position)
         blocks_here = gl.where(row_new < p.seqlen_q, end - first, 1)
-        release_early(q_ring, q_position, blocks_here == 1)
+        release_early(p, q_ring, q_position, blocks_here == 1)
         to_mask = (full_end < end) | (full_first == end)
         probs_new, m_new, _ = softmax(p, s, m_new, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
         l_new = row_sums_by_lane(probs_new)
@@ -411,9 +425,8 @@ def compute_walk(
                                       col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
-        if not p.Q_IN_REGISTERS:
-            if q_ring.depth > 1:
-                q_ring.release(q_position)
+        if q_ring.depth > 1 and not p.Q_IN_REGISTERS:
+            q_ring.release(q_position)
         q_position += 1
     if warpgroup == 0:
         take_turn(warpgroup)

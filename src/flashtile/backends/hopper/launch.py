@@ -58,7 +58,7 @@ class ForwardKernel(Launcher):
         tiles_of = table(spec, tiles, programs).to(lse.device)
         descriptors = map(describe, described, boxes(spec, tiles))
         arguments = (*descriptors, lse, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        with ptxas.earlier_ptxas(OPTIONS) as options:
+        with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
             return prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors), options)
 
 
