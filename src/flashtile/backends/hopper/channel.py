@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .compat import aggregate, load_async
+from .compat import aggregate, load_async, seen_as
 
 
 @aggregate
@@ -20,14 +20,16 @@ class Ring:
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
     parts: gl.constexpr
+    paired: gl.constexpr  # of every three buffers of a slot the first two are one as well
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, depth, parts):
+    def __init__(self, buffers, full, empty, depth, parts, paired):
         self.buffers = buffers
         self.full = full
         self.empty = empty
         self.depth = gl.constexpr(depth)
         self.parts = gl.constexpr(parts)
+        self.paired = gl.constexpr(paired)
 
     @gluon.jit
     def slot(self, position):
@@ -58,7 +60,28 @@ class Ring:
     @gluon.jit
     def buffer(self, position, part: gl.constexpr):
         """Buffer `part` of a slot, as it is loaded: (1, rows, 1, D)."""
-        return self.buffers.index(self.slot(position) * self.parts + part)
+        if self.paired:
+            at = self.three(position, part // 3)
+            if part % 3 == 2:
+                at += 2 * self.depth * (self.parts // 3)  # behind all pairs
+            else:
+                at = 2 * at + part % 3
+        else:
+            at = self.slot(position) * self.parts + part
+        return self.buffers.index(at)
+
+    @gluon.jit
+    def three(self, position, block: gl.constexpr):
+        """Which three buffers of all are the `block`-th of a slot."""
+        return self.slot(position) * (self.parts // 3) + block
+
+    @gluon.jit
+    def pair(self, position, block: gl.constexpr):
+        """The first two of those as one: (1, rows, 1, 2 D). Two that lie one after the other are, as columns past the
+        width of the swizzle, which is D, lie behind all rows of those before."""
+        x = self.buffers
+        pairs = seen_as(x, x.dtype, [x.shape[0] // 2, 1, x.shape[2], x.shape[3], 2 * x.shape[4]], x.layout)
+        return pairs.index(self.three(position, block))
 
     @gluon.jit
     def first(self):
@@ -83,18 +106,21 @@ def load_parts(desc, batch, row, head, full, ring, position, block: gl.constexpr
 
 
 @gluon.jit
-def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr):
+def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr, paired: gl.constexpr = False):
     """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups."""
     buffers = gl.allocate_shared_memory(desc.dtype, [depth * parts] + desc.block_shape, desc.layout)
-    return ring_of(buffers, depth, parts, 1, readers)
+    return ring_of(buffers, depth, parts, 1, readers, paired)
 
 
 @gluon.jit
-def ring_of(buffers, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
+def ring_of(
+    buffers, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr,
+    paired: gl.constexpr = False,
+):  # fmt: skip
     """A ring of these buffers, full when `writers` and empty when `readers` warps or warpgroups have said so."""
     full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(depth):
         mbarrier.init(full.index(slot), count=writers)
         mbarrier.init(empty.index(slot), count=readers)
-    return Ring(buffers, full, empty, depth, parts)
+    return Ring(buffers, full, empty, depth, parts, paired)
