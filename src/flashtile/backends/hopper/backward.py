@@ -103,7 +103,7 @@ def probabilities_and_ds(
     """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, dS^T also in its ring. With two parts
     also line 12, as soon as P is there."""
     BEHIND: gl.constexpr = p.PARTS - 1  # products issued after dP: S of the last part, or dK of the first
-    s = warpgroup_mma_wait(dout_ring.parts + BEHIND, deps=(s,))
+    s = warpgroup_mma_wait(len(dv) + BEHIND, deps=(s,))  # dP is as many products as dV
     probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row + part * QUERIES)

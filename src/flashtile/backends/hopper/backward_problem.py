@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import load_parts
 from .compat import add_async, aggregate, load_async
-from .tile import halves, matrix, tanh
+from .tile import columns, halves, matrix, tanh, width_of
 
 SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
@@ -292,10 +292,12 @@ def over_parts(
     block: gl.constexpr, part: gl.constexpr, tile, position, keys_ring, queries_ring, start, use_acc: gl.constexpr
 ):  # fmt: skip
     """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims."""
-    PARTS: gl.constexpr = queries_ring.parts
-    for dims in gl.static_range(PARTS):
-        keys = matrix(keys_ring.buffer(tile, block * PARTS + dims))
-        queries = matrix(queries_ring.buffer(position, dims)).slice(part * QUERIES, QUERIES)
+    WIDTH: gl.constexpr = queries_ring.width
+    DIM: gl.constexpr = queries_ring.buffers.shape[-1] * queries_ring.parts
+    for dims in gl.static_range((DIM + WIDTH - 1) // WIDTH):
+        keys = columns(keys_ring, tile, block * DIM + dims * WIDTH, width_of(dims, WIDTH, DIM))
+        queries = columns(queries_ring, position, dims * WIDTH, width_of(dims, WIDTH, DIM))
+        queries = queries.slice(part * QUERIES, QUERIES)
         start = warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=use_acc or dims > 0, is_async=True)
     return start
 

@@ -71,10 +71,10 @@ def whole(low, high):
 
 @gluon.jit
 def columns(ring, position, first: gl.constexpr, WIDTH: gl.constexpr):
-    """(rows, WIDTH): columns of a slot, from the first on: of a buffer, or of a pair."""
-    HERE: gl.constexpr = ring.buffers.shape[4]
+    """(rows, WIDTH): columns of a slot, from the first on: of one buffer, or a pair."""
+    HERE: gl.constexpr = ring.buffers.shape[-1]
     if WIDTH > HERE:
-        buffer = ring.pair(position, first // (3 * HERE))
+        buffer = ring.pair(position, first // HERE)
     else:
         buffer = ring.buffer(position, first // HERE)
     return matrix(buffer).slice(first % HERE, WIDTH, dim=1)
@@ -82,20 +82,19 @@ def columns(ring, position, first: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.constexpr_function
 def width_of(part, WIDTH, DIM):
-    """Columns of one of the sums for DIM columns, of WIDTH each but the last."""
+    """Columns of a part of DIM: WIDTH, but of the last what is left."""
     return min(WIDTH, DIM - part * WIDTH)
 
 
 @gluon.jit
 def add_product(sums, left, ring, position, has, row: gl.constexpr = 0):
-    """Issues sums + left x, x a slot's rows from `row` on, of whose columns each of the sums has the next; left x where
-    the sums have nothing."""
-    HERE: gl.constexpr = ring.buffers.shape[4]
-    WIDTH: gl.constexpr = (ring.parts + len(sums) - 1) // len(sums) * HERE
+    """Issues sums + left x, x a slot's rows from `row` on, for each part of its columns; left x where the sums have
+    nothing."""
+    DIM: gl.constexpr = ring.buffers.shape[-1] * ring.parts
     for part in gl.static_range(len(sums)):
         if len(sums) > 1:
             position = anew(position)
-        x = columns(ring, position, part * WIDTH, width_of(part, WIDTH, ring.parts * HERE)).slice(row, left.shape[1])
+        x = columns(ring, position, part * ring.width, width_of(part, ring.width, DIM)).slice(row, left.shape[1])
         sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
     return sums
 
