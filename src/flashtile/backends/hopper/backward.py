@@ -6,8 +6,9 @@ and dS^T are in registers the left operands of dV and dK. Only dS goes through s
 a head add up in float32 in global memory; in a fixed order (order.py) a warp for each warpgroup does that.
 
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head,
-in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D) · its half of dQ:
-(QUERIES, HALF_D), one part of two, or half of the columns of the only one.
+in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D), of 96 dims in sums
+of 64 columns and of 32 · its share of dQ: (QUERIES, columns), one part of two, or half of the columns of the only one, of
+96 dims 64 and 32.
 """
 
 from triton.experimental import gluon
@@ -60,7 +61,7 @@ def ds_part(ring, position, warpgroup: gl.constexpr, part: gl.constexpr):
 def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero, first: gl.constexpr):
     """Line 15: issues this warpgroup's share of dQ = dS K, over all keys of a tile: its columns, from the first on."""
     WIDTH: gl.constexpr = zero.shape[1]
-    DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts // WARPGROUPS
+    DIM: gl.constexpr = k_ring.buffers.shape[-1] * k_ring.parts // WARPGROUPS
     PART: gl.constexpr = warpgroup % p.PARTS
     dq = zero
     for of in gl.static_range(WARPGROUPS):
@@ -134,11 +135,11 @@ def compute_loop(
     dQ of a step is computed in the next, also across tiles: by then the other warpgroup, which is about half a step
     apart, has its dS.
     """
-    DIM: gl.constexpr = q_ring.buffers.shape[4] * q_ring.parts
+    DIM: gl.constexpr = q_ring.buffers.shape[-1] * q_ring.parts
     WIDTH: gl.constexpr = dk_desc.block_shape[3]
     DQ_WIDTH: gl.constexpr = DIM // DQ_PARTS  # of a part
     FIRST_PART: gl.constexpr = warpgroup * (DQ_PARTS - DQ_PARTS // WARPGROUPS)
-    FIRST_COLUMN: gl.constexpr = FIRST_PART // p.PARTS * DQ_WIDTH  # with two parts of a step its dQ is that of one
+    FIRST_COLUMN: gl.constexpr = FIRST_PART // p.PARTS * DQ_WIDTH  # of a step in two parts it has all columns of one
     LAST: gl.constexpr = p.PARTS - 1
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     (dq_zero,) = zeros(QUERIES, dq_ring.parts * DQ_WIDTH * p.PARTS, 1)
@@ -255,10 +256,11 @@ def backward_kernel(
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip
-    q_ring = make_ring(q_desc, STAGES, PARTS, WARPGROUPS, PARTS == 3)
-    dout_ring = make_ring(dout_desc, STAGES, PARTS_V, WARPGROUPS, PARTS_V == 3)
-    k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS * PARTS, WARPGROUPS, PARTS == 3)
-    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS * PARTS_V, WARPGROUPS, PARTS_V == 3)
+    PAIRS: gl.constexpr = PARTS == 3
+    q_ring = make_ring(q_desc, STAGES, PARTS, WARPGROUPS, PAIRS)
+    dout_ring = make_ring(dout_desc, STAGES, PARTS_V, WARPGROUPS, PAIRS)
+    k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS * PARTS, WARPGROUPS, PAIRS)
+    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS * PARTS_V, WARPGROUPS, PAIRS)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import load_parts
 from .compat import add_async, aggregate, load_async
-from .tile import columns, halves, matrix, tanh, width_of
+from .tile import columns, halves, tanh, width_of
 
 SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma

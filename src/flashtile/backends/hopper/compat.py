@@ -8,9 +8,8 @@ from triton.language import core
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-of_buffers = gl.shared_memory_descriptor
-# (buffer, dtype, shape, layout): shared memory from where a buffer begins, as another
-seen_as = of_buffers.reinterpret if hasattr(of_buffers, "reinterpret") else of_buffers._reinterpret
+Buffer = gl.shared_memory_descriptor
+seen_as = Buffer.reinterpret if hasattr(Buffer, "reinterpret") else Buffer._reinterpret  # of another dtype, shape, layout
 
 if hasattr(tma, "async_atomic_add"):
     add_async = tma.async_atomic_add

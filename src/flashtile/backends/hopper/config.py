@@ -117,6 +117,8 @@ class BackwardTiles:
             raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 at 64 dims in one part")
         if not self.wide and (self.head_dim, self.parts) != (self.head_dim_v, self.parts_v):
             raise ValueError(f"head_dim: want one width, in as many parts, up to 128 dims: {self}")
+        if not self.wide and self.parts not in (1, 3):
+            raise ValueError(f"parts: got {self.parts}; want 1, or 3 of which two are one to a product, up to 128 dims")
         if not (self.wide or self.dq_buffer):
             raise ValueError("dq_buffer: got False; want True up to 128 dims")
         if self.shared_bytes > SHARED_BYTES:
@@ -134,12 +136,9 @@ class BackwardTiles:
 
     @property
     def sum_columns(self) -> tuple[int, int]:
-        """Columns of dK and of dV in one sum: those of a part, or, up to 128 dims, of as many as make a power of two; a
-        second sum has the rest."""
-        if self.wide:
-            return self.head_dim // self.parts, self.head_dim_v // self.parts_v
-        columns = 1 << self.head_dim.bit_length() - 1
-        return columns, columns
+        """Columns of the first of the sums of dK and of dV: a part's or, up to 128 dims, those of two parts of three."""
+        parts = 2 if self.parts == 3 and not self.wide else 1
+        return parts * self.head_dim // self.parts, parts * self.head_dim_v // self.parts_v
 
     @property
     def keys(self) -> int:
@@ -163,8 +162,8 @@ BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
 BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3)
-"""Nothing is padded to 128, and V has a second slot. Products of 64 columns and of 32, as few as there can be: those of
-32 alone would read dS, for dQ, three times."""
+"""Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one, as those of 32 columns
+take longer to read dS from shared memory, for dQ, than to compute."""
 BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
 """Blocks of 64 dims are not padded to 256: a third less to load and to add up. S = 2k and 8k full +34, +37 % on an
 H200; dQ by way of a buffer +8, +9 %."""

@@ -73,10 +73,7 @@ def whole(low, high):
 def columns(ring, position, first: gl.constexpr, WIDTH: gl.constexpr):
     """(rows, WIDTH): columns of a slot, from the first on: of one buffer, or a pair."""
     HERE: gl.constexpr = ring.buffers.shape[-1]
-    if WIDTH > HERE:
-        buffer = ring.pair(position, first // HERE)
-    else:
-        buffer = ring.buffer(position, first // HERE)
+    buffer = ring.pair(position, first // HERE) if WIDTH > HERE else ring.buffer(position, first // HERE)
     return matrix(buffer).slice(first % HERE, WIDTH, dim=1)
 
 
