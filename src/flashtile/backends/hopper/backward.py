@@ -6,9 +6,9 @@ and dS^T are in registers the left operands of dV and dK. Only dS goes through s
 a head add up in float32 in global memory; in a fixed order (order.py) a warp for each warpgroup does that.
 
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head,
-in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D), of 96 dims in sums
-of 64 columns and of 32 · its share of dQ: (QUERIES, columns), one part of two, or half of the columns of the only one, of
-96 dims 64 and 32.
+in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D), of 96 dims two
+sums, of 64 and 32 · its share of dQ: (QUERIES, columns), one part of two, or half of the columns of the only one, of 96
+dims 64 or 32.
 """
 
 from triton.experimental import gluon

@@ -136,7 +136,7 @@ class BackwardTiles:
 
     @property
     def sum_columns(self) -> tuple[int, int]:
-        """Columns of the first of the sums of dK and of dV: a part's or, up to 128 dims, those of two parts of three."""
+        """Columns of the first of the sums of dK and of dV: those of a part or, up to 128 dims, of two of three."""
         parts = 2 if self.parts == 3 and not self.wide else 1
         return parts * self.head_dim // self.parts, parts * self.head_dim_v // self.parts_v
 
@@ -162,7 +162,7 @@ BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
 BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3)
-"""Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one, as those of 32 columns
+"""Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute."""
 BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
 """Blocks of 64 dims are not padded to 256: a third less to load and to add up. S = 2k and 8k full +34, +37 % on an
