@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import random
 import sys
 import threading
@@ -99,6 +100,8 @@ class Pointer:
 class Shared:
     """Shared memory, seen through a view."""
 
+    layout = None
+
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
 
@@ -122,14 +125,55 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.view.view(shape))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        return Shared(self.view.view(dtype).view(shape))
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared | Pairs:
+        if dtype == self.dtype and shape[-1] == 2 * self.shape[-1]:
+            return Pairs(self)
+        return Shared(self.view.view(dtype).flatten()[: math.prod(shape)].view(shape))
 
     def load(self, _layout: Any) -> Registers:
         return registers(self.view.clone())
 
     def store(self, x: torch.Tensor) -> None:
         self.view.copy_(x)
+
+
+class Pairs:
+    """An array of buffers, two and two of which are one, twice as wide."""
+
+    def __init__(self, buffers: Shared) -> None:
+        self.buffers = buffers
+
+    def index(self, i: int) -> Pair:
+        return Pair(self.buffers.index(2 * i), self.buffers.index(2 * i + 1))
+
+
+class Pair:
+    """Two buffers of which a product reads the columns of the one, then of the other."""
+
+    def __init__(self, low: Shared, high: Shared, order: tuple[int, ...] | None = None) -> None:
+        self.low, self.high, self.order = low, high, order
+
+    @property
+    def view(self) -> torch.Tensor:
+        both = torch.cat((self.low.view, self.high.view), -1)
+        return both if self.order is None else both.permute(self.order)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.view.shape)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Pair:
+        if dim == 1:
+            assert (start, length) == (0, self.shape[1]), "a part of a pair"
+            return self
+        return Pair(self.low.slice(start, length), self.high.slice(start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Pair:
+        return Pair(self.low, self.high, order)
+
+    def reshape(self, shape: list[int]) -> Pair:
+        narrow = [*shape[:-1], shape[-1] // 2]
+        return Pair(self.low.reshape(narrow), self.high.reshape(narrow))
 
 
 class Barrier:
@@ -247,7 +291,7 @@ def store_wait(pending: int) -> None:
 class Product:
     """A product in flight. Until it is waited for nobody may look at it."""
 
-    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: Any) -> None:
+    def __init__(self, a: Any, b: Shared | Pair, acc: Any, use_acc: Any) -> None:
         self.a, self.b, self.acc, self.use_acc, self.value = a, b, acc, bool(use_acc), None
         self.shape = acc.shape
         self.type = SimpleNamespace(layout=None)
@@ -257,7 +301,7 @@ class Product:
             self.operands = None
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        a = self.a.view if isinstance(self.a, Shared) else self.a
+        a = self.a.view if isinstance(self.a, Shared | Pair) else self.a
         return a.float().clone(), self.b.view.float().clone()
 
     def finish(self) -> None:
@@ -267,7 +311,7 @@ class Product:
             self.value = self.value + (self.acc.value if isinstance(self.acc, Product) else self.acc)
 
 
-def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async: bool = False) -> Product:
+def warpgroup_mma(a: Any, b: Shared | Pair, acc: Any, *, use_acc: Any = True, is_async: bool = False) -> Product:
     assert is_async
     product = Product(a, b, acc, use_acc)
     HERE.products.append(product)
@@ -387,7 +431,8 @@ def _stub(*_: Any, **__: Any) -> SimpleNamespace:
 class Language:
     """gluon.language, as far as the kernels use it."""
 
-    constexpr = tensor = shared_memory_descriptor = staticmethod(identity)
+    constexpr = tensor = staticmethod(identity)
+    shared_memory_descriptor = Shared
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     int64, int32, int16, uint32 = torch.int64, torch.int32, torch.int16, torch.int64
     to_tensor = Number

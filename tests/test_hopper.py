@@ -194,7 +194,8 @@ def test_a_config_that_cannot_run_says_so(field, value, message):
     ("changes", "message"),
     [
         ({"tile_m": 128}, "tile_m: got 128; want 64"),
-        ({"head_dim": 64, "tile_m": 128, "padded": True}, "padded: got True with tile_m 128"),
+        ({"parts": 3}, "head_dim: want one width"),
+        ({"parts": 2, "parts_v": 2}, "parts: got 2; want 1, or 3"),
         ({"key_stages": 1}, "key_stages: got 1; want 2"),
         ({"stages": 4}, "shared memory: got"),
     ],

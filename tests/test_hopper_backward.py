@@ -27,6 +27,8 @@ CASES = {
     "D 128": spec((260, 390), (2, 1), (128, 96), BF16, batch=1, right=0),
     "D 96": spec((130, 260), (2, 2), (96, 64), BF16, batch=1),
     "D 96 cap": spec((130, 140), (2, 2), (40, 96), BF16, batch=1, softcap=4.0),
+    "D 80 window": spec((150, 260), (4, 2), (80, 72), HALF, batch=1, left=70, right=30),
+    "tiles of one step, D 96": spec((60, 900), (2, 2), (96, 96), BF16, batch=2),
     "D 192": spec((100, 130), (2, 2), (192, 128), BF16, batch=1),
     "D 192 window and cap": spec((130, 130), (2, 2), (160, 192), HALF, batch=1, left=40, right=20, softcap=4.0),
     "tiles of one step": spec((100, 900), (2, 2), (64, 64), BF16, batch=2),

@@ -6,8 +6,9 @@ and dS^T are in registers the left operands of dV and dK. Only dS goes through s
 a head add up in float32 in global memory; in a fixed order (order.py) a warp for each warpgroup does that.
 
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head,
-in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D) · its half of dQ:
-(QUERIES, HALF_D), one part of two, or half of the columns of the only one.
+in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D), of 96 dims two
+sums, of 64 and 32 · its share of dQ: (QUERIES, columns), one part of two, or half of the columns of the only one, of 96
+dims 64 or 32.
 """
 
 from triton.experimental import gluon
@@ -42,12 +43,12 @@ from .backward_problem import (
     probabilities,
     put_dq,
     row_numbers,
-    rows_of,
     send_dq,
+    wait_for,
 )
 from .channel import anew, make_ring, ring_of
 from .compat import seen_as
-from .tile import matrix, pass_turn, store_rows, take_turn
+from .tile import add_product, columns, pass_turn, store_rows, take_turn, zeros
 
 
 @gluon.jit
@@ -57,14 +58,15 @@ def ds_part(ring, position, warpgroup: gl.constexpr, part: gl.constexpr):
 
 
 @gluon.jit
-def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero):
-    """Line 15: issues this warpgroup's half of dQ = dS K, over all keys of a tile."""
-    HALF_D: gl.constexpr = zero.shape[1]
+def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero, first: gl.constexpr):
+    """Line 15: issues this warpgroup's share of dQ = dS K, over all keys of a tile: its columns, from the first on."""
+    WIDTH: gl.constexpr = zero.shape[1]
+    DIM: gl.constexpr = k_ring.buffers.shape[-1] * k_ring.parts // WARPGROUPS
     PART: gl.constexpr = warpgroup % p.PARTS
     dq = zero
     for of in gl.static_range(WARPGROUPS):
         ds = ds_part(ds_ring, position, of, PART).permute((1, 0))
-        k = matrix(k_ring.buffer(tile, of)).slice(warpgroup // p.PARTS * HALF_D, HALF_D, dim=1)
+        k = columns(k_ring, tile, of * DIM + first, WIDTH)
         dq = warpgroup_mma(ds, k, dq, use_acc=of > 0, is_async=True)
     return dq
 
@@ -75,7 +77,23 @@ def begin_dp(p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dou
     if part == 0:
         dout_ring.await_full(position)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, layout)
-    return over_parts(p, warpgroup, part, tile, position, v_ring, dout_ring, zero, False)
+    return over_parts(warpgroup, part, tile, position, v_ring, dout_ring, zero, False)
+
+
+@gluon.jit
+def no_sums(WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """dK or dV of a warpgroup's keys before the first step: WIDTH columns, and those left of DIM."""
+    sums = zeros(KEYS, WIDTH, 1)
+    if DIM > WIDTH:
+        sums += zeros(KEYS, DIM - WIDTH, 1)
+    return sums
+
+
+@gluon.jit
+def store_sums(desc, buffer, sums, scale, batch, key, head):
+    """Line 18: dK or dV of a warpgroup's keys, by way of a buffer."""
+    for part in gl.static_range(len(sums)):
+        store_rows(desc, buffer, sums[part] * scale, batch, key, head, part * desc.block_shape[3])
 
 
 @gluon.jit
@@ -86,22 +104,21 @@ def probabilities_and_ds(
     """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, dS^T also in its ring. With two parts
     also line 12, as soon as P is there."""
     BEHIND: gl.constexpr = p.PARTS - 1  # products issued after dP: S of the last part, or dK of the first
-    OF_DP: gl.constexpr = 2 if p.PADDED else 1  # as `over_dims` issues it
-    s = warpgroup_mma_wait(OF_DP + BEHIND, deps=(s,))
+    s = warpgroup_mma_wait(len(dv) + BEHIND, deps=(s,))  # dP is as many products as dV
     probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row + part * QUERIES)
-    dout = rows_of(dout_ring, position, part)
+    DTYPE: gl.constexpr = dout_ring.buffers.dtype
     if p.PARTS == 2:
-        left = gl.convert_layout(probs.to(dout.dtype), p_layout)
-        dv = warpgroup_mma(left, dout, dv, use_acc=has, is_async=True)
+        left = gl.convert_layout(probs.to(DTYPE), p_layout)
+        dv = add_product(dv, left, dout_ring, position, has, part * QUERIES)
     delta = row_numbers(deltas, dout_ring, position, part, s_layout)
     # behind dP: as above, and this part's dV; P too, or dS would be begun before all of P is there
     dp, probs = warpgroup_mma_wait(2 * BEHIND, deps=(dp, probs))
     ds = probs * (dp + delta)
     if p.SOFTCAP:
         ds *= 1 - capped * capped
-    probs, ds = probs.to(dout.dtype), ds.to(dout.dtype)
+    probs, ds = probs.to(DTYPE), ds.to(DTYPE)
     if part == 0:
         ds_ring.await_empty(position)
     ds_part(ds_ring, position, warpgroup, part).store(ds)
@@ -110,30 +127,31 @@ def probabilities_and_ds(
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, p, dk_desc, dv_desc, sums_desc, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring,
-    shifts, deltas,
+    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, dk_desc, dv_desc, sums_desc,
+    q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
 
     dQ of a step is computed in the next, also across tiles: by then the other warpgroup, which is about half a step
     apart, has its dS.
     """
-    DIM: gl.constexpr = dk_desc.block_shape[3]
-    HALF_D: gl.constexpr = DIM * p.PARTS // WARPGROUPS
+    DIM: gl.constexpr = q_ring.buffers.shape[-1] * q_ring.parts
+    WIDTH: gl.constexpr = dk_desc.block_shape[3]
+    DQ_WIDTH: gl.constexpr = DIM // DQ_PARTS  # of a part
+    FIRST_PART: gl.constexpr = warpgroup * (DQ_PARTS - DQ_PARTS // WARPGROUPS)
+    FIRST_COLUMN: gl.constexpr = FIRST_PART // p.PARTS * DQ_WIDTH  # of a step in two parts it has all columns of one
     LAST: gl.constexpr = p.PARTS - 1
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
-    dq_zero = gl.zeros([QUERIES, HALF_D], gl.float32, dq_layout)
-    dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
-    dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
+    (dq_zero,) = zeros(QUERIES, dq_ring.parts * DQ_WIDTH * p.PARTS, 1)
+    dk = no_sums(WIDTH, DIM)
+    dv = no_sums(WIDTH, DIM)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    keys_buffer = seen_as(dq_ring.buffers.index(0).slice(0, SUMS_ROWS // p.PARTS), dk_desc)
+    keys_buffer = seen_as(dq_ring.buffers.index(0), dk_desc.dtype, dk_desc.block_shape, dk_desc.layout)
     sums_row = -1  # of the step before
     row_written = -1  # of the step whose dQ lies in the buffer, if any
     # from here on one warpgroup computes P and dS while the matrix units work for the other
@@ -167,8 +185,7 @@ def compute_loop(
                     )  # fmt: skip
                     s = s_last
                     dp = begin_dp(p, warpgroup, LAST, position, anew(tile), dout_ring, v_ring, s_layout)
-                    q = rows_of(q_ring, position, 0)
-                    dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has, is_async=True)
+                    dk = add_product(dk, gl.convert_layout(ds, p_layout), q_ring, position, has)
                     has_last = True
                 probs, ds, dv = probabilities_and_ds(
                     p, warpgroup, LAST, s, dp, dv, has_last, position, to_mask, entry, block * p.TILE_M,
@@ -176,18 +193,17 @@ def compute_loop(
                 )  # fmt: skip
                 # line 15 of the step before, whose dQ leaves while the last products run, and lines 12 and 16
                 ds_ring.await_full(position - 1, pred=sums_row >= 0)
-                dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero)
+                dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero, FIRST_COLUMN)
                 if p.PARTS == 1:
-                    dout = rows_of(dout_ring, position, 0)
-                    dv = warpgroup_mma(gl.convert_layout(probs, p_layout), dout, dv, use_acc=has, is_async=True)
-                q = rows_of(q_ring, position, LAST)
-                dk = warpgroup_mma(gl.convert_layout(ds, p_layout), q, dk, use_acc=has_last, is_async=True)
+                    dv = add_product(dv, gl.convert_layout(probs, p_layout), dout_ring, position, has)
+                left = gl.convert_layout(ds, p_layout)
+                dk = add_product(dk, left, q_ring, position, has_last, LAST * QUERIES)
                 fence_async_shared()
                 ds_ring.fill(position)
                 if warpgroup == 0:
                     if sums_row < 0:
                         pass_turn(0, WARPGROUPS)
-                dq = warpgroup_mma_wait(1 if p.PARTS == 2 else 2, deps=(dq,))
+                dq = warpgroup_mma_wait(len(dk) if p.PARTS == 2 else len(dv) + len(dk), deps=(dq,))
                 if sums_row >= 0:
                     ds_ring.release(position - 1)
                     put_dq(p, (dq,), dq_ring, position - 1)
@@ -195,12 +211,12 @@ def compute_loop(
                         send_dq(p, sums_desc, dq_ring, position - 1, sums_row)
                     if tile_before != tile:
                         k_ring.release(tile_before)
-                dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+                dk, dv = wait_for(dk, dv)
                 q_ring.release(position)
                 dout_ring.release(position)
                 tile_before = tile
                 row_written = sums_row
-                sums_row = (((head + i) * p.row_blocks + block) * WARPGROUPS + warpgroup) * SUMS_ROWS
+                sums_row = (((head + i) * p.row_blocks + block) * DQ_PARTS + FIRST_PART) * SUMS_ROWS
                 has = True
                 position += 1
         v_ring.release(tile)
@@ -213,12 +229,12 @@ def compute_loop(
             dq_ring.await_empty(position - 1)
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
-        store_rows(dv_desc, keys_buffer, dv, batch, key, head_k, 0)
-        store_rows(dk_desc, keys_buffer, dk * p.softmax_scale, batch, key, head_k, 0)
+        store_sums(dv_desc, keys_buffer, dv, 1.0, batch, key, head_k)
+        store_sums(dk_desc, keys_buffer, dk, p.softmax_scale, batch, key, head_k)
         tile += 1
         entry += FIELDS
     ds_ring.await_full(position - 1)
-    dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero)
+    dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero, FIRST_COLUMN)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     put_dq(p, (dq,), dq_ring, position - 1)
     send_dq(p, sums_desc, dq_ring, position - 1, sums_row)
@@ -231,43 +247,45 @@ def backward_kernel(
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PADDED: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
+    DQ_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`.
 
     added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py. Or None: tiles add in any order.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None, PADDED)  # fmt: skip
-    q_ring = make_ring(q_desc, STAGES, 1, WARPGROUPS)
-    dout_ring = make_ring(dout_desc, STAGES, 1, WARPGROUPS)
-    k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS, WARPGROUPS)
-    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS, WARPGROUPS)
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip
+    PAIRS: gl.constexpr = PARTS == 3
+    q_ring = make_ring(q_desc, STAGES, PARTS, WARPGROUPS, PAIRS)
+    dout_ring = make_ring(dout_desc, STAGES, PARTS_V, WARPGROUPS, PAIRS)
+    k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS * PARTS, WARPGROUPS, PAIRS)
+    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS * PARTS_V, WARPGROUPS, PAIRS)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
-    dq_ring_0 = make_ring(sums_desc, 1, 1, 1)
-    dq_ring_1 = make_ring(sums_desc, 1, 1, 1)
+    dq_ring_0 = make_ring(sums_desc, 1, DQ_PARTS - DQ_PARTS // 2, 1)
+    dq_ring_1 = make_ring(sums_desc, 1, DQ_PARTS // 2, 1)
     # tuples inline: bound to a name they lose their constexprs
     if not p.ORDERED:
         gl.warp_specialize([
-            (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
+            (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
-            (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
+            (compute_loop, (1, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_loop, (0, p, dk_desc, dv_desc, sums_desc,
+            (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
-            (compute_loop, (1, p, dk_desc, dv_desc, sums_desc,
+            (compute_loop, (1, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, WARPGROUPS * KEYS, WARPGROUPS, p, sums_desc, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, WARPGROUPS * KEYS, WARPGROUPS, p, sums_desc, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
+            (add_loop, (0, WARPGROUPS * KEYS, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, WARPGROUPS * KEYS, DQ_PARTS, p, sums_desc, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
         ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -50,7 +50,8 @@ def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
     width, width_v = tiles.head_dim // tiles.parts, tiles.head_dim_v // tiles.parts_v
     q, dout = (tiles.tile_m, 1, width), (tiles.tile_m, 1, width_v)
     k, v = (tiles.box_keys, 1, width), (tiles.box_keys, 1, width_v)
-    return q, dout, k, v, k, v
+    dk, dv = ((tiles.box_keys, 1, columns) for columns in tiles.sum_columns)
+    return q, dout, k, v, dk, dv
 
 
 def ordered(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
@@ -84,7 +85,7 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
-        *((tiles.parts, tiles.parts_v, tiles.dq_parts, tiles.dq_buffer) if tiles.wide else (tiles.padded,)),
+        tiles.parts, tiles.parts_v, tiles.dq_parts, *((tiles.dq_buffer,) if tiles.wide else ()),
     )  # fmt: skip
 
 

@@ -5,11 +5,17 @@ Legend: as in backward.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from .channel import load_parts
 from .compat import add_async, aggregate, load_async
-from .tile import matrix, tanh
+from .tile import columns, halves, tanh, width_of
 
 SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
@@ -50,13 +56,12 @@ class Problem:
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
-    PADDED: gl.constexpr  # the last quarter of the dims in shared memory is zeros
     PARTS: gl.constexpr  # of a step
 
     @gluon.constexpr_function
     def __init__(
         self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
-        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED, PADDED,
+        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED,
     ):  # fmt: skip
         self.heads_q = heads_q
         self.group = group
@@ -72,7 +77,6 @@ class Problem:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.ORDERED = gl.constexpr(ORDERED)
-        self.PADDED = gl.constexpr(PADDED)
         self.PARTS = gl.constexpr(TILE_M // QUERIES)
 
     @gluon.jit
@@ -164,12 +168,6 @@ def mask(p, probs, entry, key, row):
 
 
 @gluon.jit
-def rows_of(ring, position, part: gl.constexpr):
-    """(QUERIES, D): one part of a block of Q or dO."""
-    return matrix(ring.buffer(position, 0)).slice(part * QUERIES, QUERIES)
-
-
-@gluon.jit
 def by_thread(dq):
     """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
     D: gl.constexpr = dq.shape[1]
@@ -188,6 +186,8 @@ def put_dq(p, dq, ring, position):
     tma.store_wait(0)  # dQ of the step before, or dK, by the same buffer
     if p.ORDERED:
         ring.await_empty(position)
+    if len(dq) < ring.parts:
+        dq = halves(dq[0])  # two parts, of one product
     for part in gl.static_range(ring.parts):
         buffer = ring.buffer(position, part)
         buffer.store(by_thread(dq[part]).permute((1, 0, 2, 3)).reshape(buffer.shape))
@@ -288,27 +288,17 @@ def row_numbers(numbers, ring, position, part: gl.constexpr, layout: gl.constexp
 
 
 @gluon.jit
-def over_dims(p, keys, queries, start, use_acc: gl.constexpr):
-    """Issues start + keys queries^T, over the dims that are no padding."""
-    if p.PADDED:
-        HALF: gl.constexpr = keys.shape[1] // 2
-        QUARTER: gl.constexpr = HALF // 2
-        left, right = keys.slice(0, HALF, dim=1), queries.slice(0, HALF, dim=1)
-        start = warpgroup_mma(left, right.permute((1, 0)), start, use_acc=use_acc, is_async=True)
-        keys, queries = keys.slice(HALF, QUARTER, dim=1), queries.slice(HALF, QUARTER, dim=1)
-    return warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=use_acc or p.PADDED, is_async=True)
-
-
-@gluon.jit
 def over_parts(
-    p, block: gl.constexpr, part: gl.constexpr, tile, position, keys_ring, queries_ring, start, use_acc: gl.constexpr
+    block: gl.constexpr, part: gl.constexpr, tile, position, keys_ring, queries_ring, start, use_acc: gl.constexpr
 ):  # fmt: skip
     """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims."""
-    PARTS: gl.constexpr = queries_ring.parts
-    for dims in gl.static_range(PARTS):
-        keys = matrix(keys_ring.buffer(tile, block * PARTS + dims))
-        queries = matrix(queries_ring.buffer(position, dims)).slice(part * QUERIES, QUERIES)
-        start = over_dims(p, keys, queries, start, use_acc or dims > 0)
+    WIDTH: gl.constexpr = queries_ring.width
+    DIM: gl.constexpr = queries_ring.buffers.shape[-1] * queries_ring.parts
+    for dims in gl.static_range((DIM + WIDTH - 1) // WIDTH):
+        keys = columns(keys_ring, tile, block * DIM + dims * WIDTH, width_of(dims, WIDTH, DIM))
+        queries = columns(queries_ring, position, dims * WIDTH, width_of(dims, WIDTH, DIM))
+        queries = queries.slice(part * QUERIES, QUERIES)
+        start = warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=use_acc or dims > 0, is_async=True)
     return start
 
 
@@ -324,7 +314,7 @@ def begin_scores(
     start = gl.zeros([KEYS, QUERIES], gl.float32, layout)
     if FROM_SHIFTS:
         start = row_numbers(shifts, q_ring, position, part, layout)
-    return over_parts(p, warpgroup, part, tile, position, k_ring, q_ring, start, FROM_SHIFTS)
+    return over_parts(warpgroup, part, tile, position, k_ring, q_ring, start, FROM_SHIFTS)
 
 
 @gluon.jit
@@ -337,3 +327,11 @@ def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl
     if part == 1 or p.SOFTCAP:
         s = capped + row_numbers(shifts, q_ring, position, part, layout)
     return gl.exp2(s * p.unit), capped
+
+
+@gluon.jit
+def wait_for(sums, others):
+    """(sums, others), computed."""
+    SUMS: gl.constexpr = len(sums)
+    done = warpgroup_mma_wait(0, deps=sums + others)
+    return done[:SUMS], done[SUMS:]

@@ -44,10 +44,11 @@ from .backward_problem import (
     put_dq,
     row_numbers,
     send_dq,
+    wait_for,
 )
 from .channel import anew, make_ring, ring_of
 from .compat import store_async
-from .tile import add_product, matrix, pass_turn, take_turn, zeros
+from .tile import add_product, columns, matrix, pass_turn, take_turn, zeros
 
 
 @gluon.jit
@@ -90,20 +91,11 @@ def end_add(p, sums, ring, position, row):
 def dq_product(first: gl.constexpr, dq, ds_ring, position, k_ring, tile):
     """Line 15: issues dQ = dS K of a step, of as many parts of the dims as there are, from the first on."""
     WIDTH: gl.constexpr = dq[0].shape[1]
-    HERE: gl.constexpr = k_ring.buffers.shape[4] // WIDTH  # parts of dQ in a part of K
     ds = ds_ring.buffer(position, 0).permute((1, 0))
     for part in gl.static_range(len(dq)):
-        k = matrix(k_ring.buffer(tile, (first + part) // HERE)).slice((first + part) % HERE * WIDTH, WIDTH, dim=1)
+        k = columns(k_ring, tile, (first + part) * WIDTH, WIDTH)
         dq = dq[1:] + (warpgroup_mma(ds, k, dq[0], use_acc=False, is_async=True),)
     return dq
-
-
-@gluon.jit
-def wait_for(sums, dq):
-    """(sums, dQ), computed."""
-    SUMS: gl.constexpr = len(sums)
-    done = warpgroup_mma_wait(0, deps=sums + dq)
-    return done[:SUMS], done[SUMS:]
 
 
 @gluon.jit
@@ -220,7 +212,7 @@ def key_loop(
                 # lines 13 and 14
                 dout_ring.await_full(position)
                 start = row_numbers(deltas, dout_ring, position, 0, s_layout)
-                dp = over_parts(p, 0, 0, anew(tile), position, v_ring, dout_ring, start, True)
+                dp = over_parts(0, 0, anew(tile), position, v_ring, dout_ring, start, True)
                 end_add(p, sums, dq_ring, position - 1, row_written)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
@@ -269,7 +261,7 @@ def wide_backward_kernel(
     sums: a descriptor where dQ has a buffer, else a pointer. added, ranks: as in `backward_kernel`.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None, False)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, PARTS, 2)
     dout_ring = make_ring(dout_desc, STAGES, PARTS_V, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, PARTS, 2)

@@ -8,26 +8,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .compat import aggregate, load_async
+from .compat import aggregate, load_async, seen_as
 
 
 @aggregate
 class Ring:
-    """`depth` slots of `parts` buffers each; a slot is full when its loads are done, empty when all readers say so."""
+    """`depth` slots of `parts` buffers each; a slot is full when its loads are done, empty when all readers say so.
+
+    In pairs, of every three buffers of a slot the first two are one as well, twice as wide, for products: pairs come
+    first in memory, then all third ones. Buffers that lie one after the other are one as columns past the width of the
+    swizzle, which is a buffer's, lie behind all rows of those before.
+    """
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
     parts: gl.constexpr
+    width: gl.constexpr  # columns of a buffer, or of a pair
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, depth, parts):
+    def __init__(self, buffers, full, empty, depth, parts, width):
         self.buffers = buffers
         self.full = full
         self.empty = empty
         self.depth = gl.constexpr(depth)
         self.parts = gl.constexpr(parts)
+        self.width = gl.constexpr(width)
 
     @gluon.jit
     def slot(self, position):
@@ -58,7 +65,25 @@ class Ring:
     @gluon.jit
     def buffer(self, position, part: gl.constexpr):
         """Buffer `part` of a slot, as it is loaded: (1, rows, 1, D)."""
-        return self.buffers.index(self.slot(position) * self.parts + part)
+        if self.width == self.buffers.shape[-1]:
+            at = self.slot(position) * self.parts + part
+        elif part % 3 < 2:
+            at = 2 * self.three(position, part) + part % 3
+        else:
+            at = self.buffers.shape[0] // 3 * 2 + self.three(position, part)
+        return self.buffers.index(at)
+
+    @gluon.jit
+    def three(self, position, part: gl.constexpr):
+        """In which three of all buffers buffer `part` of a slot is."""
+        return self.slot(position) * (self.parts // 3) + part // 3
+
+    @gluon.jit
+    def pair(self, position, part: gl.constexpr):
+        """The pair that begins with buffer `part` of a slot: (1, rows, 1, 2 D)."""
+        x = self.buffers
+        pairs = seen_as(x, x.dtype, [x.shape[0] // 2, 1, x.shape[2], x.shape[3], self.width], x.layout)
+        return pairs.index(self.three(position, part))
 
     @gluon.jit
     def first(self):
@@ -83,18 +108,21 @@ def load_parts(desc, batch, row, head, full, ring, position, block: gl.constexpr
 
 
 @gluon.jit
-def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr):
-    """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups."""
+def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr, PAIRS: gl.constexpr = False):
+    """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups; in pairs, if so."""
     buffers = gl.allocate_shared_memory(desc.dtype, [depth * parts] + desc.block_shape, desc.layout)
-    return ring_of(buffers, depth, parts, 1, readers)
+    return ring_of(buffers, depth, parts, 1, readers, PAIRS)
 
 
 @gluon.jit
-def ring_of(buffers, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
+def ring_of(
+    buffers, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr,
+    PAIRS: gl.constexpr = False,
+):  # fmt: skip
     """A ring of these buffers, full when `writers` and empty when `readers` warps or warpgroups have said so."""
     full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(depth):
         mbarrier.init(full.index(slot), count=writers)
         mbarrier.init(empty.index(slot), count=readers)
-    return Ring(buffers, full, empty, depth, parts)
+    return Ring(buffers, full, empty, depth, parts, 2 * buffers.shape[-1] if PAIRS else buffers.shape[-1])

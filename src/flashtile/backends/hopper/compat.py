@@ -8,6 +8,8 @@ from triton.language import core
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+buffers = gl.shared_memory_descriptor
+seen_as = buffers.reinterpret if hasattr(buffers, "reinterpret") else buffers._reinterpret
 
 if hasattr(tma, "async_atomic_add"):
     add_async = tma.async_atomic_add
@@ -20,18 +22,3 @@ else:
         """A copy from shared memory that adds to what is there; in 3.6 it has no Python function."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
-
-
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def seen_as(buffer, desc):
-        """Shared memory as a block of another descriptor."""
-        return buffer.reinterpret(desc.dtype, desc.block_shape, desc.layout)
-
-else:
-
-    @gluon.jit
-    def seen_as(buffer, desc):
-        """Shared memory as a block of another descriptor."""
-        return buffer._reinterpret(desc.dtype, desc.block_shape, desc.layout)

@@ -104,7 +104,6 @@ class BackwardTiles:
     compute_registers: int = 240
     load_registers: int = 24
     tile_m: int = 64  # or 128, in two parts, up to 64 dims
-    padded: bool = False  # the last quarter of the dims in shared memory is zeros, which S and dP leave out
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     parts_v: int = 1  # as V and dO do
     dq_buffer: bool = True  # dQ goes by way of shared memory to a copy that adds, not from the registers
@@ -114,18 +113,14 @@ class BackwardTiles:
     def __post_init__(self) -> None:
         if self.key_stages < 2 and not self.wide:
             raise ValueError(f"key_stages: got {self.key_stages}; want 2: a tile ends after the next has begun")
-        if self.tile_m not in ((64, 128) if self.head_dim == 64 else (64,)):
-            raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 at 64 dims")
-        if self.padded and self.tile_m == 128:
-            raise ValueError(
-                "padded: got True with tile_m 128; want 64: two parts count on S and dP of one product each"
-            )
-        if not self.wide and (self.head_dim != self.head_dim_v or self.parts * self.parts_v > 1):
-            raise ValueError(f"head_dim: want one width, in one part, up to 128 dims: {self}")
+        if self.tile_m not in ((64, 128) if (self.head_dim, self.parts) == (64, 1) else (64,)):
+            raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 at 64 dims in one part")
+        if not self.wide and (self.head_dim, self.parts) != (self.head_dim_v, self.parts_v):
+            raise ValueError(f"head_dim: want one width, in as many parts, up to 128 dims: {self}")
+        if not self.wide and self.parts not in (1, 3):
+            raise ValueError(f"parts: got {self.parts}; want 1, or 3 of which two are one to a product, up to 128 dims")
         if not (self.wide or self.dq_buffer):
             raise ValueError("dq_buffer: got False; want True up to 128 dims")
-        if self.wide and self.padded:
-            raise ValueError("padded: got True above 128 dims; want parts")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
@@ -138,6 +133,12 @@ class BackwardTiles:
     def dq_parts(self) -> int:
         """In how many parts dQ is computed: those of K, but one for each warpgroup at least."""
         return max(self.parts, 2)
+
+    @property
+    def sum_columns(self) -> tuple[int, int]:
+        """Columns of the first of the sums of dK and of dV: those of a part or, up to 128 dims, of two of three."""
+        parts = 2 if self.parts == 3 and not self.wide else 1
+        return parts * self.head_dim // self.parts, parts * self.head_dim_v // self.parts_v
 
     @property
     def keys(self) -> int:
@@ -160,8 +161,9 @@ than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an
 BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
-BACKWARD_D96 = replace(BACKWARD_D128, padded=True)
-"""S = 4k full +8 %, causal +6 % on an H200, against 128 dims with zeros."""
+BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3)
+"""Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
+take longer to read dS from shared memory, for dQ, than to compute."""
 BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
 """Blocks of 64 dims are not padded to 256: a third less to load and to add up. S = 2k and 8k full +34, +37 % on an
 H200; dQ by way of a buffer +8, +9 %."""

@@ -70,12 +70,28 @@ def whole(low, high):
 
 
 @gluon.jit
-def add_product(sums, left, ring, position, has):
-    """Issues sums + left x, for each part of the dims of x, a slot's first rows; left x where the sums have nothing."""
+def columns(ring, position, first: gl.constexpr, WIDTH: gl.constexpr):
+    """(rows, WIDTH): columns of a slot, from the first on: of one buffer, or a pair."""
+    HERE: gl.constexpr = ring.buffers.shape[-1]
+    buffer = ring.pair(position, first // HERE) if WIDTH > HERE else ring.buffer(position, first // HERE)
+    return matrix(buffer).slice(first % HERE, WIDTH, dim=1)
+
+
+@gluon.constexpr_function
+def width_of(part, WIDTH, DIM):
+    """Columns of a part of DIM: WIDTH, but of the last what is left."""
+    return min(WIDTH, DIM - part * WIDTH)
+
+
+@gluon.jit
+def add_product(sums, left, ring, position, has, row: gl.constexpr = 0):
+    """Issues sums + left x, x a slot's rows from `row` on, for each part of its columns; left x where the sums have
+    nothing."""
+    DIM: gl.constexpr = ring.buffers.shape[-1] * ring.parts
     for part in gl.static_range(len(sums)):
         if len(sums) > 1:
             position = anew(position)
-        x = matrix(ring.buffer(position, part)).slice(0, left.shape[1])
+        x = columns(ring, position, part * ring.width, width_of(part, ring.width, DIM)).slice(row, left.shape[1])
         sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
     return sums
 
@@ -84,7 +100,7 @@ def add_product(sums, left, ring, position, has):
 def store_rows(desc, buffer, x, batch, row, head, col):
     """Rows of O, dK or dV, from column col on, by way of a buffer."""
     tma.store_wait(0)
-    matrix(buffer).store(x.to(desc.dtype))
+    matrix(buffer).slice(0, x.shape[1], dim=1).store(x.to(desc.dtype))
     fence_async_shared()
     store_async(desc, [batch, row, head, col], buffer)
 
