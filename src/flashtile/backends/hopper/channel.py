@@ -115,6 +115,19 @@ def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.conste
 
 
 @gluon.jit
+def make_rings(count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr):
+    """A ring for each of so many warpgroups."""
+    return add_rings((), count, desc, depth, parts)
+
+
+@gluon.jit
+def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr):
+    for _ in gl.static_range(count):
+        rings = rings + (make_ring(desc, depth, parts, 1),)
+    return rings
+
+
+@gluon.jit
 def ring_of(
     buffers, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr,
     PAIRS: gl.constexpr = False,
