@@ -154,9 +154,10 @@ def test_the_merge_starts_early_and_then_waits_for_memory_once(arch, heads_k):
     code = [text for _, text in machine_code(merging)]
     of_parts = [i for i, text in enumerate(code) if re.search(r"LDG\S*\.STRONG", text)]
     assert not any("SHFL" in text for text in code[of_parts[0] : of_parts[-1]])
-    if early:  # all whole-number division before the wait
+    if early:  # all whole-number division before the wait, and an end for programs with nothing to merge
         divisions = [i for i, text in enumerate(code) if re.search(r"I2F\S*\.RP", text)]
-        assert max(divisions) < next(i for i, text in enumerate(code) if "ACQBULK" in text) < of_parts[0]
+        ends = next(i for i, text in enumerate(code) if "EXIT" in text and "PREEXIT" not in text)
+        assert max(divisions) < ends < next(i for i, text in enumerate(code) if "ACQBULK" in text) < of_parts[0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

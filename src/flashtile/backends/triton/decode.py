@@ -284,16 +284,6 @@ def decode_kernel(
         position += end - begin if SHARED else 1
 
 
-@triton.jit
-def await_parts(n_parts):
-    """Waits until `decode_kernel` has ended and its parts are to be seen; n_parts is never 0.
-
-    Asked all the same, as else the compiler does after the wait what n_parts takes.
-    """
-    if n_parts > 0:
-        tl.extra.cuda.gdc_wait()
-
-
 @triton.jit(do_not_specialize=[
     "programs", "batches", "seqlen_q", "heads_k", "group", "seqlen_new", "capacity", "least", "window_left",
     "window_right",
@@ -308,8 +298,9 @@ def merge_kernel(
     """DIMS of out, and lse, of one row, where its task was split: grid (B * Hq * Sq * blocks of DIMS,).
 
     With EARLY_MERGE it starts while parts are still computed. What it reads before it waits, the lengths, was there
-    before `decode_kernel` began, which is launched behind all that came before. Every program waits, also one that has
-    nothing to merge: the next kernel in the stream waits for this one alone.
+    before `decode_kernel` began, which is launched behind all that came before. Programs that have nothing to merge end
+    while parts are computed, and leave their place to others. The first waits even so: this kernel must not end before
+    `decode_kernel`, as the next one in the stream waits for this one alone.
     """
     if EARLY_MERGE:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel, if it waits for this one by itself
@@ -332,8 +323,8 @@ def merge_kernel(
     begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + (head // group * m_blocks + row // TILE_M) * blocks
     program = begin // share  # the first that has a part
     n_parts = (begin + blocks - 1) // share - program + 1
-    if EARLY_MERGE:
-        await_parts(n_parts)
+    if EARLY_MERGE and (n_parts > 1) | (tl.program_id(0) == 0):
+        tl.extra.cuda.gdc_wait()  # what is asked for here is known before
     if n_parts > 1:
         first_at = program.to(tl.int64) * (2 * TILE_M) + row % TILE_M
         acc = tl.zeros([DIMS], tl.float32)
