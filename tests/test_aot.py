@@ -124,17 +124,22 @@ def test_tasks_have_as_many_programs_each_if_hardly_any_is_left_out(tasks, progr
 @pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("stored", [BF16, FP8], ids=["bfloat16", "float8"])
-def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(stored, dim, page_size):
+@pytest.mark.parametrize("num_splits", [0, 1], ids=["shares", "one part"])
+def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(num_splits, stored, dim, page_size):
     case = spec((1, 32768), (32, 8), (dim, dim), BF16, right=0)
     call, q = cached_call(case, stored, page_size)
-    (usage, compiled), *_ = compile_cached(call, q, "sm_90")
+    (usage, compiled), *_ = compile_cached(call, q, "sm_90", num_splits)
     widths = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", compiled.asm["ptx"])
     assert set(widths) == {"0x10"}
     tiles = decode_config.choose(call, "sm_90", 132)
     assert not usage.spills, usage
     in_flight = (tiles.num_stages - 1) * tiles.tile_n * 2 * dim * stored.itemsize  # blocks of K and V
-    q_and_p = 16 * (dim + tiles.tile_n) * BF16.itemsize
-    assert in_flight <= usage.shared <= in_flight + q_and_p + 1024, usage  # and what numbers go from thread to thread
+    waits = set(re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.asm["ptx"]))
+    assert {int(groups, 0) for groups in waits} == {0, 2 * (tiles.num_stages - 2)}  # K, V of later blocks
+    loops = re.findall(r"scf\.(for|while)", compiled.asm["ttgir"])
+    assert loops == ["for"]  # over the blocks of all tasks: none ends with a task
+    beside = 16 * max((dim + tiles.tile_n) * BF16.itemsize, dim * FLOAT.itemsize)  # q and p, or out
+    assert in_flight <= usage.shared <= in_flight + beside + 1024, usage  # and what numbers go from thread to thread
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
@@ -154,9 +159,10 @@ def test_the_merge_starts_early_and_then_waits_for_memory_once(arch, heads_k):
     code = [text for _, text in machine_code(merging)]
     of_parts = [i for i, text in enumerate(code) if re.search(r"LDG\S*\.STRONG", text)]
     assert not any("SHFL" in text for text in code[of_parts[0] : of_parts[-1]])
-    if early:  # all whole-number division before the wait
+    if early:  # all whole-number division before the wait, and an end for programs with nothing to merge
         divisions = [i for i, text in enumerate(code) if re.search(r"I2F\S*\.RP", text)]
-        assert max(divisions) < next(i for i, text in enumerate(code) if "ACQBULK" in text) < of_parts[0]
+        ends = next(i for i, text in enumerate(code) if "EXIT" in text and "PREEXIT" not in text)
+        assert max(divisions) < ends < next(i for i, text in enumerate(code) if "ACQBULK" in text) < of_parts[0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -84,14 +84,23 @@ def page_of_keys(places_ptr, key, n_keys, batch, stride_pb, TILE_N: tl.constexpr
 
 
 @triton.jit
-def load_keys(ptr, stride_b, stride_s, page, token, inside, D: tl.constexpr, TILE_D: tl.constexpr):
-    """(TILE_N, TILE_D) tile of K or V of one head, zero outside."""
+def load_keys(
+    ptr, stride_b, stride_s, page, start, inside, PAGE_SIZE: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
+    """(TILE_N, TILE_D) tile of K or V of one head, from token `start` of a row or page on, zero outside."""
+    token = tl.arange(0, inside.shape[0])
+    if PAGE_SIZE > 0:
+        token %= PAGE_SIZE
     dims = tl.arange(0, TILE_D)
-    at = page * stride_b + token.to(tl.int64) * stride_s
+    at = token.to(tl.int64)[:, None] * stride_s + dims[None, :]  # the same in every block: worked out once
     mask = inside[:, None]
     if D < TILE_D:
         mask &= (dims < D)[None, :]
-    return tl.load(ptr + (at[:, None] + dims[None, :]), mask, 0.0)
+    if page.type.is_block():
+        ptr += page[:, None] * stride_b
+    else:
+        ptr += page * stride_b + start.to(tl.int64) * stride_s
+    return tl.load(ptr + at, mask, 0.0)
 
 
 @triton.jit
@@ -106,7 +115,9 @@ def as_float16(q):
 
 
 @triton.jit
-def load_float8(ptr, stride_b, stride_s, page, token, inside, D: tl.constexpr, TILE_D: tl.constexpr):
+def load_float8(
+    ptr, stride_b, stride_s, page, start, inside, PAGE_SIZE: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
+):
     """(even, odd): the even dims and the odd dims of a float8 `load_keys`, (TILE_N, TILE_D // 2) each, as float16.
 
     A product wants two keys of one dim of V side by side. Pairs of dims are moved so like any 16-bit matrix, on their
@@ -114,7 +125,7 @@ def load_float8(ptr, stride_b, stride_s, page, token, inside, D: tl.constexpr, T
     register, and one instruction sorts them. As float16 V would go back to shared memory first, at twice its size.
     """
     pairs_ptr = ptr.to(tl.pointer_type(tl.int16))
-    pairs = load_keys(pairs_ptr, stride_b // 2, stride_s // 2, page, token, inside, D // 2, TILE_D // 2)
+    pairs = load_keys(pairs_ptr, stride_b // 2, stride_s // 2, page, start, inside, PAGE_SIZE, D // 2, TILE_D // 2)
     return tl.inline_asm_elementwise(
         "{ .reg .b32 sorted; .reg .b16 even, odd;"
         " prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {even, odd}, sorted;"
@@ -131,6 +142,47 @@ def with_sink(out, lse, sink):
     total = shift + tl.log(tl.exp(lse - shift) + tl.exp(sink - shift))
     weight = tl.where(lse == float("-inf"), 0.0, tl.exp(lse - total))
     return out * weight[:, None], tl.where(most == float("-inf"), float("-inf"), total)
+
+
+@triton.jit
+def rows_of_task(head_k, m_block, group, seqlen_q, TILE_M: tl.constexpr):
+    """(query, head of q, whether there is one) of each row of a task."""
+    row = m_block * TILE_M + tl.arange(0, TILE_M)
+    query = row // group
+    return query, head_k.to(tl.int64) * group + row % group, query < seqlen_q
+
+
+@triton.jit
+def queries_of_task(
+    q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh, stride_slopes,
+    stride_k_descale, seqlen_q, group, softmax_scale,
+    D: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
+    BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """q (TILE_M, TILE_D), with PAIRS its even and its odd dims; of each row, (TILE_M,), what its scores are to be
+    multiplied by, its ALiBi slope in base 2 and its query; k's scale.
+    """
+    query, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
+    at = sequence.to(tl.int64) * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh
+    dims = tl.arange(0, TILE_D)
+    q = tl.load(q_ptr + (at[:, None] + dims[None, :]), here[:, None] & (dims < D)[None, :], 0.0)
+    k_scale = 1.0
+    if k_descale_ptr is not None:
+        k_scale = tl.load(k_descale_ptr + sequence * stride_k_descale + head_k)
+    if EXACT:
+        q *= softmax_scale * k_scale
+    if NEGATIVE:  # unit is positive: q carries the scale's sign
+        q = -q
+    power = tl.full([TILE_M], 1.0, tl.float32)
+    if BY_HALVES:
+        q, power = as_float16(q)
+    odd = q
+    if PAIRS:
+        q, odd = tl.split(q.reshape(TILE_M, TILE_D // 2, 2))
+    slope = tl.zeros([TILE_M], tl.float32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + sequence * stride_slopes + head, here, 0.0) * LOG2E
+    return q, odd, power, slope, query, k_scale
 
 
 @triton.jit(do_not_specialize=[
@@ -152,13 +204,19 @@ def decode_kernel(
 ):  # fmt: skip
     """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
 
-    `places` are pages, or rows of the cache, or None: sequence b has row b.
+    `places` are pages, or rows of the cache, or None: sequence b has row b. stride_vs is None where it is stride_ks:
+    the offsets of a tile's keys then take registers once.
+
+    There is one loop, over the blocks of a share whatever their tasks: the first blocks of a task are in flight while
+    the last of the task before are computed. That the compiler can pipeline it so rests on three things. All of where a
+    block lies is carried from the step before (sequence, head_k, m_block, first, n_keys, n_block, ends, page) and moves
+    on in an `if` apart from those that store a task and load q, which are behind products. No value is carried for two
+    steps: hence goes_on, not the `ends` of the step before. And the first q is loaded before the loop: were it zeros
+    there, a task's q would lie in registers as a product takes it, and they are few.
     """
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks
     program = tl.program_id(0)
-    position = program
-    stop = position + 1
     if EARLY_MERGE:
         tl.extra.cuda.gdc_wait()  # it starts while the kernel before ends
         tl.extra.cuda.gdc_launch_dependents()  # once all programs run; the merge takes no place from them
@@ -171,127 +229,134 @@ def decode_kernel(
         share = share_of_line(n_blocks, tl.num_programs(0), least)
         position = program * share
         stop = tl.minimum(position + share, n_blocks)
-    while position < stop:
-        if SHARED:
-            line = blocks_of_sequences(  # again, lest it takes registers in the loop over keys
-                batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-                TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+        place = tl.minimum(position, n_blocks - 1)  # an empty share has q and a page too, and must find them
+        before = tl.cumsum(line, 0) <= place
+        sequence = tl.sum(before.to(tl.int32), 0)
+        inside_sequence = place - tl.sum(tl.where(before, line, 0), 0)
+    else:
+        sequence = program // tasks
+    first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+    n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+    if SHARED:
+        task = inside_sequence // blocks
+        begin = inside_sequence % blocks
+    else:
+        task = program % tasks
+        position = 0
+        stop = blocks
+        begin = 0
+    head_k = task // m_blocks
+    m_block = task % m_blocks
+    n_block = n_first + begin
+    n_end = n_first + blocks
+    page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
+    stride_vs = stride_ks if stride_vs is None else stride_vs
+    q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
+        q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh,
+        stride_slopes, stride_k_descale, seqlen_q, group, softmax_scale,
+        D, TILE_D, TILE_M, EXACT, NEGATIVE, BY_HALVES, PAIRS,
+    )  # fmt: skip
+    dims_v = tl.arange(0, TILE_DV)
+    acc = tl.zeros([TILE_M, TILE_DV // 2 if PAIRS else TILE_DV], tl.float32)
+    if PAIRS:  # even dims are in q, k, v, acc
+        acc_odd = acc
+    m = tl.full([TILE_M], float("-inf"), tl.float32)
+    l = tl.zeros([TILE_M], tl.float32)
+    goes_on = True  # the task of the block before; a task begins where it does not
+    ends = n_block + 1 == n_end
+    for at in range(position, stop):
+        if SHARED and not goes_on:
+            q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
+                q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh,
+                stride_slopes, stride_k_descale, seqlen_q, group, softmax_scale,
+                D, TILE_D, TILE_M, EXACT, NEGATIVE, BY_HALVES, PAIRS,
             )  # fmt: skip
-            before = tl.cumsum(line, 0) <= position
-            sequence = tl.sum(before.to(tl.int32), 0)
-            inside_sequence = position - tl.sum(tl.where(before, line, 0), 0)
-        else:
-            sequence = position // tasks
-        first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-        n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-        if SHARED:
-            task = inside_sequence // blocks
-            begin = inside_sequence % blocks
-            end = tl.minimum(blocks, begin + stop - position)
-        else:
-            task = position % tasks
-            begin = 0
-            end = blocks
-        batch = sequence.to(tl.int64)
-        head_k = (task // m_blocks).to(tl.int64)
-        row = task % m_blocks * TILE_M + tl.arange(0, TILE_M)
-        query = row // group
-        head = head_k * group + row % group
-        here = query < seqlen_q
-        dims, dims_v = tl.arange(0, TILE_D), tl.arange(0, TILE_DV)
-        q_at = batch * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh
-        q = tl.load(q_ptr + (q_at[:, None] + dims[None, :]), here[:, None] & (dims < D)[None, :], 0.0)
-        k_scale = 1.0
-        if k_descale_ptr is not None:
-            k_scale = tl.load(k_descale_ptr + batch * stride_k_descale + head_k)
+            acc = tl.zeros_like(acc)
+            if PAIRS:
+                acc_odd = tl.zeros_like(acc)
+            m = tl.full([TILE_M], float("-inf"), tl.float32)
+            l = tl.zeros_like(l)
         base_2 = unit  # scores in base 2 are s * base_2
-        if EXACT:
-            q *= softmax_scale * k_scale
-        elif not SOFTCAP:
+        if not EXACT and not SOFTCAP:
             base_2 = unit * k_scale
-        if NEGATIVE:  # unit is positive: q carries the scale's sign
-            q = -q
-        if BY_HALVES:
-            q, q_scale = as_float16(q)
-        if PAIRS:
-            q, q_odd = tl.split(q.reshape(TILE_M, TILE_D // 2, 2))
-        s_unit = base_2
-        if slopes_ptr is not None:
-            slope = tl.load(slopes_ptr + batch * stride_slopes + head, here, 0.0)[:, None] * LOG2E
-            s_unit = 1.0
-        acc = tl.zeros([TILE_M, TILE_DV // 2 if PAIRS else TILE_DV], tl.float32)
-        if PAIRS:  # even dims are in q, k, v, acc
-            acc_odd = tl.zeros([TILE_M, TILE_DV // 2], tl.float32)
-        m = tl.full([TILE_M], float("-inf"), tl.float32)
-        l = tl.zeros([TILE_M], tl.float32)
+        s_unit = base_2 if slopes_ptr is None else 1.0
+        keys = n_block * TILE_N + tl.arange(0, TILE_N)
+        inside = keys < n_keys
         diagonal = (query + (n_keys - seqlen_q))[:, None]
-        page = page_of_keys(places_ptr, (n_first + begin) * TILE_N, n_keys, batch, stride_pb, TILE_N, PAGE_SIZE)
-        for n_block in range(n_first + begin, n_first + end):
-            keys = n_block * TILE_N + tl.arange(0, TILE_N)
-            inside = keys < n_keys
-            token = keys % PAGE_SIZE if PAGE_SIZE > 0 else first + keys
-            k_head = k_ptr + head_k * stride_kh
-            if PAIRS:
-                k, k_odd = load_float8(k_head, stride_kb, stride_ks, page, token, inside, D, TILE_D)
-                s = tl.dot(q, tl.trans(k))
-                s = tl.dot(q_odd, tl.trans(k_odd), s)
-            else:
-                k = load_keys(k_head, stride_kb, stride_ks, page, token, inside, D, TILE_D)
-                s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (TILE_M, TILE_N)
-            if BY_HALVES:
-                s *= q_scale[:, None]
-            if SOFTCAP:
-                s = tanh(s * (cap_in * k_scale))
-            if slopes_ptr is not None:
-                s = s * base_2 - slope * tl.abs(diagonal - keys[None, :]).to(tl.float32)
-            seen = inside[None, :]
-            if HAS_LEFT:
-                seen &= keys[None, :] >= diagonal - window_left
-            if HAS_RIGHT:
-                seen &= keys[None, :] <= diagonal + window_right
-            p, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), s_unit, m, l, EXACT)
-            p = p.to(q.dtype)
-            v_head = v_ptr + head_k * stride_vh
-            if PAIRS:
-                v, v_odd = load_float8(v_head, stride_vb, stride_vs, page, token, inside, DV, TILE_DV)
-                acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
-            else:
-                v = load_keys(v_head, stride_vb, stride_vs, page, token, inside, DV, TILE_DV).to(q.dtype)
-            if PAGE_SIZE > 0:  # the next block's: read in its own step it would halve the blocks in flight
-                page = page_of_keys(places_ptr, (n_block + 1) * TILE_N, n_keys, batch, stride_pb, TILE_N, PAGE_SIZE)
-            acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
-
+        start = n_block * TILE_N % PAGE_SIZE if PAGE_SIZE > 0 else first + n_block * TILE_N
+        k_head = k_ptr + head_k.to(tl.int64) * stride_kh
         if PAIRS:
-            acc = tl.interleave(acc, acc_odd)
-        empty = l == 0
-        out = acc / tl.where(empty, 1.0, l)[:, None]
-        if v_descale_ptr is not None:
-            out *= tl.load(v_descale_ptr + batch * stride_v_descale + head_k)
-        lse = m + tl.log2(l) * LN2 if EXACT and slopes_ptr is None else (m * s_unit + tl.log2(l)) * LN2
-        lse = tl.where(empty, float("-inf"), lse)
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
-            out, lse = with_sink(out, lse, tl.where(begin == 0, sink, float("-inf")))  # in one part of a task
-        stored = here[:, None] & (dims_v < DV)[None, :]
-        if not SHARED or end - begin == blocks:
-            out_at = ((batch * seqlen_q + query) * heads_k * group + head) * DV
-            tl.store(out_ptr + (out_at[:, None] + dims_v[None, :]), out.to(out_ptr.dtype.element_ty), stored)
-            tl.store(lse_ptr + (batch * heads_k * group + head) * seqlen_q + query, lse, here)
+            k, k_odd = load_float8(k_head, stride_kb, stride_ks, page, start, inside, PAGE_SIZE, D, TILE_D)
+            s = tl.dot(q, tl.trans(k))
+            s = tl.dot(q_odd, tl.trans(k_odd), s)
         else:
-            at = (2 * program + (begin == 0)).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-            tl.store(out_parts_ptr + (at[:, None] * DV + dims_v[None, :]), out, stored)
-            tl.store(lse_parts_ptr + at, lse, here)
-        position += end - begin if SHARED else 1
+            k = load_keys(k_head, stride_kb, stride_ks, page, start, inside, PAGE_SIZE, D, TILE_D)
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (TILE_M, TILE_N)
+        if BY_HALVES:
+            s *= q_scale[:, None]
+        if SOFTCAP:
+            s = tanh(s * (cap_in * k_scale))
+        if slopes_ptr is not None:
+            s = s * base_2 - slope[:, None] * tl.abs(diagonal - keys[None, :]).to(tl.float32)
+        seen = inside[None, :]
+        if HAS_LEFT:
+            seen &= keys[None, :] >= diagonal - window_left
+        if HAS_RIGHT:
+            seen &= keys[None, :] <= diagonal + window_right
+        p, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), s_unit, m, l, EXACT)
+        p = p.to(q.dtype)
+        v_head = v_ptr + head_k.to(tl.int64) * stride_vh
+        if PAIRS:
+            v, v_odd = load_float8(v_head, stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV)
+            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
+        else:
+            v = load_keys(v_head, stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV).to(q.dtype)
+        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
 
+        if ends | (at + 1 == stop):
+            _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
+            empty = l == 0
+            out = tl.interleave(acc, acc_odd) if PAIRS else acc
+            out /= tl.where(empty, 1.0, l)[:, None]
+            if v_descale_ptr is not None:
+                out *= tl.load(v_descale_ptr + sequence * stride_v_descale + head_k)
+            lse = m + tl.log2(l) * LN2 if EXACT and slopes_ptr is None else (m * s_unit + tl.log2(l)) * LN2
+            lse = tl.where(empty, float("-inf"), lse)
+            if sinks_ptr is not None:
+                sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
+                out, lse = with_sink(out, lse, tl.where(begin == 0, sink, float("-inf")))  # in one part of a task
+            stored = here[:, None] & (dims_v < DV)[None, :]
+            if not SHARED or (ends & (begin == 0)):
+                out_at = ((sequence.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
+                tl.store(out_ptr + (out_at[:, None] + dims_v[None, :]), out.to(out_ptr.dtype.element_ty), stored)
+                lse_at = (sequence.to(tl.int64) * heads_k * group + head) * seqlen_q + query
+                tl.store(lse_ptr + lse_at, lse, here)
+            else:
+                slot = 2 * program.to(tl.int64) + (begin == 0)
+                part_row = slot * TILE_M + tl.arange(0, TILE_M)
+                tl.store(out_parts_ptr + (part_row[:, None] * DV + dims_v[None, :]), out, stored)
+                tl.store(lse_parts_ptr + part_row, lse, here)
 
-@triton.jit
-def await_parts(n_parts):
-    """Waits until `decode_kernel` has ended and its parts are to be seen; n_parts is never 0.
-
-    Asked all the same, as else the compiler does after the wait what n_parts takes.
-    """
-    if n_parts > 0:
-        tl.extra.cuda.gdc_wait()
+        n_block += 1
+        if SHARED:
+            goes_on = not ends
+            if ends:
+                begin = 0
+                m_block += 1
+                if m_block == m_blocks:
+                    m_block = 0
+                    head_k += 1
+                if head_k == heads_k:
+                    head_k = 0
+                    sequence = tl.minimum(sequence + 1, batches - 1)  # behind the line the last again, not used
+                first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+                n_block, blocks = key_blocks(
+                    n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
+                )  # fmt: skip
+                n_end = n_block + blocks
+        ends = n_block + 1 == n_end
+        # the next block's: read in its own step it would halve the blocks in flight
+        page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
 
 
 @triton.jit(do_not_specialize=[
@@ -308,8 +373,9 @@ def merge_kernel(
     """DIMS of out, and lse, of one row, where its task was split: grid (B * Hq * Sq * blocks of DIMS,).
 
     With EARLY_MERGE it starts while parts are still computed. What it reads before it waits, the lengths, was there
-    before `decode_kernel` began, which is launched behind all that came before. Every program waits, also one that has
-    nothing to merge: the next kernel in the stream waits for this one alone.
+    before `decode_kernel` began, which is launched behind all that came before. Programs that have nothing to merge end
+    while parts are computed, and leave their place to others. The first waits even so: this kernel must not end before
+    `decode_kernel`, as the next one in the stream waits for this one alone.
     """
     if EARLY_MERGE:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel, if it waits for this one by itself
@@ -332,8 +398,8 @@ def merge_kernel(
     begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + (head // group * m_blocks + row // TILE_M) * blocks
     program = begin // share  # the first that has a part
     n_parts = (begin + blocks - 1) // share - program + 1
-    if EARLY_MERGE:
-        await_parts(n_parts)
+    if EARLY_MERGE and (n_parts > 1) | (tl.program_id(0) == 0):
+        tl.extra.cuda.gdc_wait()  # what is asked for here is known before
     if n_parts > 1:
         first_at = program.to(tl.int64) * (2 * TILE_M) + row % TILE_M
         acc = tl.zeros([DIMS], tl.float32)

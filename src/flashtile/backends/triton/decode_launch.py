@@ -98,8 +98,10 @@ class DecodeKernel(Launcher):
         unit, cap_in = score_units(of)
         pairs = in_pairs(spec, q, k, v)
         least_dims = 32 if pairs else 16  # of a tile: half of it, or all, are the 16 that the matrix units want
+        stride_vb, stride_vs, stride_vh = strides(v)
+        strides_v = stride_vb, None if stride_vs == k.stride(1) else stride_vs, stride_vh
         arguments = (
-            *tensors, *strides(q), *strides(k), *strides(v),
+            *tensors, *strides(q), *strides(k), *strides_v,
             *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
             of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k, spec.least, of.softmax_scale,
             max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right, of.head_dim, of.head_dim_v,
