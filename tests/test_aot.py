@@ -116,8 +116,10 @@ def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, ca
         assert not usage.spills, usage
 
 
-@pytest.mark.parametrize(("tasks", "programs"), [(1, 132), (8, 128), (64, 128), (72, 132), (132, 132), (512, 132)])
-def test_tasks_have_as_many_programs_each_if_hardly_any_is_left_out(tasks, programs):
+@pytest.mark.parametrize(
+    ("tasks", "programs"), [(1, 132), (8, 128), (64, 128), (72, 132), (132, 132), (300, 132), (512, 128)]
+)
+def test_tasks_have_as_many_programs_each_or_these_tasks_if_hardly_any_is_left_out(tasks, programs):
     assert decode_launch.programs_for(tasks, 132) == programs
 
 

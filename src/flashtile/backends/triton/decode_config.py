@@ -108,10 +108,10 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 #   At 1,32,1,65536 128 keys, 8 warps, 3 stages, 1 program take 18.2 us to 18.8. In pages of 16 32 keys, 4 warps, 4
 #   stages, 3 programs take 287.5 us to 290.7 at 64,32,8,4096 and 2033 us to 2074 at the 64 lengths: not worth a row.
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
-# - (1, 128), 16 rows, among ten tiles (decode-float8-h200.json): 64 keys on 2 warps, which meet at fewer barriers, 4
-#   programs. In one piece 128 keys on 4 warps, 3 stages, 2 programs are as fast, 1 % to either side; at 64,32,8,4096
-#   they take 153 us to 144 in pages of 256, 180 to 164 in pages of 16. There 16 keys on one warp take 149: no row. With
-#   as many programs for each of few tasks 137.0 us to 138.4 at 8,32,8,32768; sixteen other tiles take 138.5 to 195.
+# - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
+#   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
+#   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
+#   of 256, 164 to 180 in pages of 16, where 16 keys on one warp took 149: no row.
 # - (2, 128), 16 and 32 rows, as many programs for each task: of few tasks 128 keys, 8 warps, 3 stages, 1 program take
 #   125.4 us at 1,32,8,131072 and 240.5 at 8,32,8,32768, what is best of many 126.9 and 243.4; at 64,32,8,4096 256.6 to
 #   246.0. Short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1 us to 14.6 at
@@ -120,12 +120,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 BFLOAT16_128 = {
     "short": DecodeTiles(64, 4, 3, 1, 1), "few": DecodeTiles(128, 8, 3, 1, 1), "many": DecodeTiles(64, 4, 3, 2, 1),
 }  # fmt: skip
-FLOAT8_128 = {
-    "short": DecodeTiles(64, 2, 3, 4, 1), "few": DecodeTiles(128, 4, 3, 2, 1), "many": DecodeTiles(64, 2, 3, 4, 1),
-}  # fmt: skip
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (1, 128): (FLOAT8_128, DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4)),
+    (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4)),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (DecodeTiles(128, 4, 3, 2, 2), DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (2, 128): (BFLOAT16_128, BFLOAT16_128, DecodeTiles(64, 8, 4, 1, 4)),
