@@ -115,15 +115,15 @@ def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.conste
 
 
 @gluon.jit
-def make_rings(count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr, PAIRS: gl.constexpr):
+def make_rings(count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr):
     """A ring for each of so many warpgroups."""
-    return add_rings((), count, desc, depth, parts, PAIRS)
+    return add_rings((), count, desc, depth, parts)
 
 
 @gluon.jit
-def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr, PAIRS: gl.constexpr):
+def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr):
     for _ in gl.static_range(count):
-        rings = rings + (make_ring(desc, depth, parts, 1, PAIRS),)
+        rings = rings + (make_ring(desc, depth, parts, 1),)
     return rings
 
 
