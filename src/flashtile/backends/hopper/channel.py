@@ -115,13 +115,8 @@ def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.conste
 
 
 @gluon.jit
-def make_rings(count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr):
-    """A ring for each of so many warpgroups."""
-    return add_rings((), count, desc, depth, parts)
-
-
-@gluon.jit
 def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr):
+    """These rings and so many more, read by one warpgroup each."""
     for _ in gl.static_range(count):
         rings = rings + (make_ring(desc, depth, parts, 1),)
     return rings

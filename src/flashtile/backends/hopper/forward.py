@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import anew, load_parts, make_ring, make_rings
+from .channel import add_rings, anew, load_parts, make_ring
 from .forward_problem import TAIL, Problem, mask
 from .tile import (
     add_product,
@@ -455,7 +455,7 @@ def forward_kernel(
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 TAILS, WAIT_HALF_WAY, Q_IN_REGISTERS, PACK)  # fmt: skip
-    q_rings = make_rings(WARPGROUPS, q_desc, Q_STAGES, PARTS)
+    q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS)
     v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
