@@ -8,8 +8,8 @@ from triton.language import core
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-buffers = gl.shared_memory_descriptor
-seen_as = buffers.reinterpret if hasattr(buffers, "reinterpret") else buffers._reinterpret
+_Shared = gl.shared_memory_descriptor
+seen_as = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 
 if hasattr(tma, "async_atomic_add"):
     add_async = tma.async_atomic_add

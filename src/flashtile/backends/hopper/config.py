@@ -163,7 +163,8 @@ BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 587, 597 TFLOP/s."""
 BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3)
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
-take longer to read dS from shared memory, for dQ, than to compute."""
+take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to
++4 % on an H200, against 128 dims with zeros."""
 BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
 """Blocks of 64 dims are not padded to 256: a third less to load and to add up. S = 2k and 8k full +34, +37 % on an
 H200; dQ by way of a buffer +8, +9 %."""
