@@ -36,8 +36,10 @@ from .backward_problem import (
     Problem,
     add_loop,
     begin_scores,
+    first_dq_part,
     first_step,
     load_loop,
+    make_dq_rings,
     mask,
     over_parts,
     probabilities,
@@ -138,7 +140,7 @@ def compute_loop(
     DIM: gl.constexpr = q_ring.buffers.shape[-1] * q_ring.parts
     WIDTH: gl.constexpr = dk_desc.block_shape[3]
     DQ_WIDTH: gl.constexpr = DIM // DQ_PARTS  # of a part
-    FIRST_PART: gl.constexpr = warpgroup * (DQ_PARTS - DQ_PARTS // WARPGROUPS)
+    FIRST_PART: gl.constexpr = first_dq_part(warpgroup, DQ_PARTS)
     FIRST_COLUMN: gl.constexpr = FIRST_PART // p.PARTS * DQ_WIDTH  # of a step in two parts it has all columns of one
     LAST: gl.constexpr = p.PARTS - 1
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
@@ -266,8 +268,7 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
-    dq_ring_0 = make_ring(sums_desc, 1, DQ_PARTS - DQ_PARTS // 2, 1)
-    dq_ring_1 = make_ring(sums_desc, 1, DQ_PARTS // 2, 1)
+    dq_ring_0, dq_ring_1 = make_dq_rings(sums_desc, DQ_PARTS)
     # tuples inline: bound to a name they lose their constexprs
     if not p.ORDERED:
         gl.warp_specialize([

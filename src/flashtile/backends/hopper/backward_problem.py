@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import load_parts
+from .channel import load_parts, load_slot, make_ring
 from .compat import add_async, aggregate, load_async
 from .tile import columns, halves, tanh, width_of
 
@@ -96,15 +96,6 @@ class Problem:
 
 
 @gluon.jit
-def load_keys(desc, ring, position, batch, head, key, PARTS: gl.constexpr):
-    """Line 6: a tile's K or V, in PARTS parts of its dims and as many blocks as warpgroups share out its keys."""
-    full = ring.await_empty(position)
-    mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
-    for block in gl.static_range(ring.parts // PARTS):
-        load_parts(desc, batch, key + block * KEYS, head, full, ring, position, block, PARTS)
-
-
-@gluon.jit
 def load_rows(p, desc, rows_desc, ring, numbers, position, batch, head, row, which: gl.constexpr):
     """Line 9: a block of Q and its shifts, or a block of dO and its deltas."""
     full = ring.await_empty(position)
@@ -129,7 +120,7 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
     for _ in range(n_tiles):
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        load_keys(k_desc, k_ring, tile, batch, head_k, key, q_ring.parts)
+        load_slot(k_desc, k_ring, tile, batch, key, head_k, q_ring.parts)  # line 6
         for i in range(p.group):
             head = head_k * p.group + i
             for j in range(first, end):
@@ -137,7 +128,7 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
                 load_rows(p, q_desc, rows_desc, q_ring, shifts, position, batch, head, row, 0)
                 if i == 0:
                     if j == first:
-                        load_keys(v_desc, v_ring, tile, batch, head_k, key, dout_ring.parts)
+                        load_slot(v_desc, v_ring, tile, batch, key, head_k, dout_ring.parts)
                 load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
                 position += 1
         tile += 1
@@ -165,6 +156,19 @@ def mask(p, probs, entry, key, row):
         last = keys + (gl.load(entry + LEFT_EDGE) - row)
         probs = gl.where(queries <= last[:, None] - of_lane, probs, 0.0)
     return probs
+
+
+@gluon.constexpr_function
+def first_dq_part(warpgroup, DQ_PARTS):
+    """The first part of dQ that a warpgroup computes; the first warpgroup has the greater half of them."""
+    return warpgroup * ((DQ_PARTS + 1) // 2)
+
+
+@gluon.jit
+def make_dq_rings(sums_desc, DQ_PARTS: gl.constexpr):
+    """For each warpgroup its parts of dQ of one step, on their way out."""
+    FIRST: gl.constexpr = first_dq_part(1, DQ_PARTS)
+    return make_ring(sums_desc, 1, FIRST, 1), make_ring(sums_desc, 1, DQ_PARTS - FIRST, 1)
 
 
 @gluon.jit
@@ -255,7 +259,7 @@ def add_loop(
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
     SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    FIRST_PART: gl.constexpr = warpgroup * (DQ_PARTS - DQ_PARTS // WARPGROUPS)
+    FIRST_PART: gl.constexpr = first_dq_part(warpgroup, DQ_PARTS)
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     for _ in range(n_tiles):

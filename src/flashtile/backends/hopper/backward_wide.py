@@ -36,8 +36,10 @@ from .backward_problem import (
     add_loop,
     begin_scores,
     by_thread,
+    first_dq_part,
     first_step,
     load_loop,
+    make_dq_rings,
     mask,
     over_parts,
     probabilities,
@@ -118,7 +120,7 @@ def value_loop(
     DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
     SUMS_ROWS: gl.constexpr = p.TILE_M * DIM // SUMS_WIDTH  # of a step
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
-    dq_zero = zeros(p.TILE_M, DIM // DQ_PARTS, DQ_PARTS - DQ_PARTS // 2)
+    dq_zero = zeros(p.TILE_M, DIM // DQ_PARTS, first_dq_part(1, DQ_PARTS))
     dv = zeros(KEYS, dv_desc.block_shape[3], v_ring.parts)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     entry, n_tiles = p.tiles()
@@ -190,10 +192,10 @@ def key_loop(
     """The second warpgroup: dS, dK, and the other parts of dQ."""
     DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
     SUMS_ROWS: gl.constexpr = p.TILE_M * DIM // SUMS_WIDTH  # of a step
-    FIRST_PART: gl.constexpr = DQ_PARTS - DQ_PARTS // 2
+    FIRST_PART: gl.constexpr = first_dq_part(1, DQ_PARTS)
     FIRST_ROW: gl.constexpr = SUMS_ROWS * FIRST_PART // DQ_PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
-    dq_zero = zeros(p.TILE_M, DIM // DQ_PARTS, DQ_PARTS // 2)
+    dq_zero = zeros(p.TILE_M, DIM // DQ_PARTS, DQ_PARTS - FIRST_PART)
     dk = zeros(KEYS, dk_desc.block_shape[3], k_ring.parts)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     entry, n_tiles = p.tiles()
@@ -275,8 +277,7 @@ def wide_backward_kernel(
         dq_ring_0: gl.constexpr = None
         dq_ring_1: gl.constexpr = None
     else:
-        dq_ring_0 = make_ring(sums, 1, DQ_PARTS - DQ_PARTS // 2, 1)
-        dq_ring_1 = make_ring(sums, 1, DQ_PARTS // 2, 1)
+        dq_ring_0, dq_ring_1 = make_dq_rings(sums, DQ_PARTS)
     # tuples inline: bound to a name they lose their constexprs
     if not p.ORDERED:
         gl.warp_specialize([

@@ -108,6 +108,15 @@ def load_parts(desc, batch, row, head, full, ring, position, block: gl.constexpr
 
 
 @gluon.jit
+def load_slot(desc, ring, position, batch, row, head, PARTS: gl.constexpr):
+    """Producer: fills a slot with rows of a head, in PARTS parts of their dims and as many blocks as fit."""
+    full = ring.await_empty(position)
+    mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
+    for block in gl.static_range(ring.parts // PARTS):
+        load_parts(desc, batch, row + block * desc.block_shape[1], head, full, ring, position, block, PARTS)
+
+
+@gluon.jit
 def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr, PAIRS: gl.constexpr = False):
     """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups; in pairs, if so."""
     buffers = gl.allocate_shared_memory(desc.dtype, [depth * parts] + desc.block_shape, desc.layout)

@@ -16,13 +16,12 @@ warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .channel import add_rings, anew, load_parts, make_ring
+from .channel import add_rings, anew, load_slot, make_ring
 from .forward_problem import TAIL, Problem, mask
 from .tile import (
     add_product,
@@ -60,9 +59,7 @@ def load_q(p, q_desc, q_rings, position, batch, head, m_block):
     """The rows of a tile, to the ring of each warpgroup."""
     for warpgroup in gl.static_range(p.WARPGROUPS):
         q_ring = q_rings[warpgroup]
-        full = q_ring.await_empty(position)
-        mbarrier.expect(full, q_desc.block_type.nbytes * q_ring.parts)
-        load_parts(q_desc, batch, p.first_query(m_block, warpgroup), head, full, q_ring, position, 0, q_ring.parts)
+        load_slot(q_desc, q_ring, position, batch, p.first_query(m_block, warpgroup), head, q_ring.parts)
 
 
 @gluon.jit
@@ -79,14 +76,6 @@ def load_loop(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures):
             careful = True
     else:
         load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, position)
-
-
-@gluon.jit
-def load_keys(desc, ring, position, batch, head, col):
-    """A block of K or of V."""
-    full = ring.await_empty(position)
-    mbarrier.expect(full, desc.block_type.nbytes * ring.parts)
-    load_parts(desc, batch, col, head, full, ring, position, 0, ring.parts)
 
 
 @gluon.jit
@@ -110,9 +99,9 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
         head_k = head // p.group
         for i in range(end - first):
             col = (end - 1 - i) * p.TILE_N
-            load_keys(k_desc, k_ring, position, batch, head_k, col)
+            load_slot(k_desc, k_ring, position, batch, col, head_k, k_ring.parts)
             if col_before >= 0:
-                load_keys(v_desc, v_ring, position - 1, batch_before, head_before, col_before)
+                load_slot(v_desc, v_ring, position - 1, batch_before, col_before, head_before, v_ring.parts)
             if LATE_Q:
                 if i == 0:
                     load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
@@ -121,7 +110,7 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
             col_before = col
             position += 1
         q_position += 1
-    load_keys(v_desc, v_ring, position - 1, batch_before, head_before, col_before)
+    load_slot(v_desc, v_ring, position - 1, batch_before, col_before, head_before, v_ring.parts)
     return q_position, position
 
 
