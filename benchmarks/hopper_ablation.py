@@ -47,9 +47,9 @@ def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
 def load_q("""
 PING_PONG = [("\n@gluon.jit\ndef load_q(", NO_TURNS)]
 OVERLAP = [  # O += P V is waited for before the softmax, not after it
-    ("    s = warpgroup_mma_wait(v_ring.parts, deps=(s,))\n    k_ring",
+    ("    s = warpgroup_mma_wait(len(o), deps=(s,))\n    k_ring",
      "    o = product_wait(o)\n    s = warpgroup_mma_wait(0, deps=(s,))\n    k_ring"),
-    ("        s = warpgroup_mma_wait(v_ring.parts, deps=(s,))\n        k_ring",
+    ("        s = warpgroup_mma_wait(len(o), deps=(s,))\n        k_ring",
      "        o = product_wait(o)\n        s = warpgroup_mma_wait(0, deps=(s,))\n        k_ring"),
     ("    o = product_wait(o)\n    v_ring.release(position - 1)\n    if HALF_WAY",
      "    v_ring.release(position - 1)\n    if HALF_WAY"),
@@ -70,7 +70,7 @@ FLAT_LOOP = [  # the last O += P V of a tile and its epilogue come before the ne
         pv = unpack(probs, out_desc.dtype, p_layout)
         o = add_product(o, pv, v_ring, position - 1 - tail, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
-        s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
+        s = warpgroup_mma_wait(len(o), deps=(s,))
 """, """        pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(0, deps=(s,))
 """),

@@ -50,7 +50,7 @@ from .backward_problem import (
 )
 from .channel import anew, make_ring, ring_of
 from .compat import seen_as
-from .tile import add_product, columns, pass_turn, store_rows, take_turn, zeros
+from .tile import add_product, columns, no_sums, pass_turn, store_rows, take_turn, zeros
 
 
 @gluon.jit
@@ -80,15 +80,6 @@ def begin_dp(p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dou
         dout_ring.await_full(position)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, layout)
     return over_parts(warpgroup, part, tile, position, v_ring, dout_ring, zero, False)
-
-
-@gluon.jit
-def no_sums(WIDTH: gl.constexpr, DIM: gl.constexpr):
-    """dK or dV of a warpgroup's keys before the first step: WIDTH columns, and those left of DIM."""
-    sums = zeros(KEYS, WIDTH, 1)
-    if DIM > WIDTH:
-        sums += zeros(KEYS, DIM - WIDTH, 1)
-    return sums
 
 
 @gluon.jit
@@ -145,8 +136,8 @@ def compute_loop(
     LAST: gl.constexpr = p.PARTS - 1
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     (dq_zero,) = zeros(QUERIES, dq_ring.parts * DQ_WIDTH * p.PARTS, 1)
-    dk = no_sums(WIDTH, DIM)
-    dv = no_sums(WIDTH, DIM)
+    dk = no_sums(KEYS, WIDTH, DIM)
+    dv = no_sums(KEYS, WIDTH, DIM)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)

@@ -30,6 +30,7 @@ from .tile import (
     log2,
     matrix,
     meet,
+    no_sums,
     pack,
     pass_turn,
     row_sums_by_lane,
@@ -38,7 +39,6 @@ from .tile import (
     tanh,
     unpack,
     whole,
-    zeros,
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -165,8 +165,8 @@ def product_wait(o):
 @gluon.jit
 def scaled(o, factors):
     """O with each row times its factor."""
-    by_row = gl.convert_layout(factors, gl.SliceLayout(1, o[0].type.layout))[:, None]
     for _ in gl.static_range(len(o)):
+        by_row = gl.convert_layout(factors, gl.SliceLayout(1, o[0].type.layout))[:, None]
         o = o[1:] + (o[0] * by_row,)
     return o
 
@@ -198,7 +198,7 @@ def step(
     pv = unpack(probs, k_ring.buffers.dtype, p_layout)
     o = add_product(o, pv, v_ring, position - 1, has_o)
     pass_turn(warpgroup, p.WARPGROUPS)
-    s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
+    s = warpgroup_mma_wait(len(o), deps=(s,))
     k_ring.release(position)
     release_early(p, q_ring, q_position, position == final)
     HALF_WAY: gl.constexpr = STEADY and p.WAIT_HALF_WAY
@@ -276,7 +276,7 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
     o = scaled(o, inverse)
     WIDTH: gl.constexpr = out_desc.block_shape[3]
     if o[0].shape[1] > WIDTH:
-        o = halves(o[0])
+        o = halves(o[0]) + o[1:]
     for part in gl.static_range(len(o)):  # one after the other, through a buffer for one
         store_rows(out_desc, out_buffer, o[part], batch, row, head, part * WIDTH)
     i = gl.arange(0, p.TILE_M, row_layout)
@@ -311,10 +311,9 @@ def compute_walk(
 ):  # fmt: skip
     """All tiles of this program once, no block of them STEADY if `careful`; returns the positions after them."""
     WARPS: gl.constexpr = gl.num_warps()
-    V_WIDTH: gl.constexpr = v_ring.buffers.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
     tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TAIL, 16])
-    o = zeros(p.TILE_M, V_WIDTH, v_ring.parts)
+    o = no_sums(p.TILE_M, v_ring.width, v_ring.buffers.shape[4] * v_ring.parts)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     entries, n_tiles = p.tiles()
@@ -354,7 +353,7 @@ def compute_walk(
         pv = unpack(probs, out_desc.dtype, p_layout)
         o = add_product(o, pv, v_ring, position - 1 - tail, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
-        s = warpgroup_mma_wait(v_ring.parts, deps=(s,))
+        s = warpgroup_mma_wait(len(o), deps=(s,))
         k_ring.release(position)
         blocks_here = gl.where(row_new < p.seqlen_q, end - first, 1)
         release_early(p, q_ring, q_position, blocks_here == 1)
@@ -446,7 +445,7 @@ def forward_kernel(
                 TAILS, WAIT_HALF_WAY, Q_IN_REGISTERS, PACK)  # fmt: skip
     q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS)
-    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS)
+    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, PARTS_V == 3)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))

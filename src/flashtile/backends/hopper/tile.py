@@ -57,6 +57,15 @@ def zeros(rows: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def no_sums(rows: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """Sums in registers before the first product: (rows, DIM), in parts of WIDTH columns, the last of what is left."""
+    sums = zeros(rows, WIDTH, DIM // WIDTH)
+    if DIM % WIDTH > 0:
+        sums += zeros(rows, DIM % WIDTH, 1)
+    return sums
+
+
+@gluon.jit
 def halves(x):
     """The first and the second half of the columns."""
     return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
