@@ -124,10 +124,10 @@ def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.conste
 
 
 @gluon.jit
-def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr):
+def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr, PAIRS: gl.constexpr = False):
     """These rings and so many more, read by one warpgroup each."""
     for _ in gl.static_range(count):
-        rings = rings + (make_ring(desc, depth, parts, 1),)
+        rings = rings + (make_ring(desc, depth, parts, 1, PAIRS),)
     return rings
 
 

@@ -25,6 +25,7 @@ from .channel import add_rings, anew, load_slot, make_ring
 from .forward_problem import TAIL, Problem, mask
 from .tile import (
     add_product,
+    columns,
     halves,
     keep_apart,
     log2,
@@ -39,6 +40,7 @@ from .tile import (
     tanh,
     unpack,
     whole,
+    width_of,
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -117,14 +119,15 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
 @gluon.jit
 def scores_product(q, q_ring, q_position, k_ring, position, s):
     """S = Q K^T of the first keys of a slot is begun, in as many parts of the dims as Q and K lie in; q: if in one."""
-    PARTS: gl.constexpr = k_ring.parts
     KEYS: gl.constexpr = s.shape[1]
-    for part in gl.static_range(PARTS):
-        if PARTS > 1:
+    WIDTH: gl.constexpr = k_ring.width
+    DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
+    for part in gl.static_range((DIM + WIDTH - 1) // WIDTH):
+        if DIM > WIDTH:
             q_position, position = anew(q_position), anew(position)
-            q = matrix(q_ring.buffer(q_position, part))
-        k = matrix(k_ring.buffer(position, part)).slice(0, KEYS).permute((1, 0))
-        s = warpgroup_mma(q, k, s, use_acc=part > 0, is_async=True)
+            q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))
+        k = columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM)).slice(0, KEYS)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=part > 0, is_async=True)
     return s
 
 
@@ -443,8 +446,8 @@ def forward_kernel(
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 TAILS, WAIT_HALF_WAY, Q_IN_REGISTERS, PACK)  # fmt: skip
-    q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS)
-    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS)
+    q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PARTS == 3)
+    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, PARTS == 3)
     v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, PARTS_V == 3)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
