@@ -275,7 +275,9 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
     inverse = 1.0 / gl.where(empty, 1.0, l_row)
     shift = m * p.unit
     left = gl.fma(m, p.unit, -shift)  # its rounding, which the scores kept when shift was taken off
-    lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, (log2(l_row) - left) * LN2))
+    exponent, rest = log2(l_row)
+    log_l = gl.fma(exponent, LN2, (rest - left) * LN2)
+    lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, log_l))
     o = scaled(o, inverse)
     WIDTH: gl.constexpr = out_desc.block_shape[3]
     if o[0].shape[1] > WIDTH:
