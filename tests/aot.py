@@ -183,6 +183,20 @@ def machine_code(compiled: object) -> list[tuple[int, str]]:
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
 
 
+def barriers_left_alone(compiled: object) -> list[str]:
+    """Where in shared memory mbarriers are made that no instruction waits for or arrives at."""
+    code = [text for _, text in machine_code(compiled) if "SYNCS" in text]
+    at = {text: re.search(r"\[U?R\d+(?:\+UR\d+)?(?:\+(0x[0-9a-f]+))?\]", text) for text in code}
+    places = {text: int(found.group(1) or "0", 16) for text, found in at.items() if found}
+    made = sorted(place for text, place in places.items() if "EXCH" in text)
+    used = {place for text, place in places.items() if "EXCH" not in text}  # of a ring the first slot is named
+    assert made, "no barrier is made"
+    for place in made:
+        if place - 8 in used and place - 8 in made:
+            used.add(place)
+    return [hex(place) for place in made if place not in used]
+
+
 def loops_with_products(compiled: object, products: int = 1) -> list[list[str]]:
     """The instructions of each innermost loop of so many products, from the shortest loop on."""
     code = machine_code(compiled)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 from aot import (
+    barriers_left_alone,
     compile_hopper,
     compile_hopper_backward,
     compile_kernel,
@@ -202,6 +203,7 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert len(spills) == loops, message
     assert not any(spills), message
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
+    assert not barriers_left_alone(compiled)
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -250,6 +252,7 @@ def test_hopper_backward_configs_compile_and_fit(mask, dims):
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
     assert words_in_memory(compiled) <= KEPT_IN_MEMORY.get(dims, 0), f"triton {triton.__version__}, {usage}"
+    assert not barriers_left_alone(compiled)
     if dims in ((64, 64), (192, 128)):
         assert not usage.spills, usage  # outside the loops neither
 
@@ -261,6 +264,7 @@ def test_hopper_backward_in_order_keeps_its_products_in_flight(dims):
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
     assert words_in_memory(compiled) <= KEPT_IN_MEMORY.get(dims, 0), f"triton {triton.__version__}, {usage}"
+    assert not barriers_left_alone(compiled)
     assert "ld.acquire.gpu" in compiled.asm["ptx"]
 
 

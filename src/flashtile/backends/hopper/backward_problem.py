@@ -165,10 +165,11 @@ def first_dq_part(warpgroup, DQ_PARTS):
 
 
 @gluon.jit
-def make_dq_rings(sums_desc, DQ_PARTS: gl.constexpr):
-    """For each warpgroup its parts of dQ of one step, on their way out."""
+def make_dq_rings(p, sums_desc, DQ_PARTS: gl.constexpr):
+    """For each warpgroup its parts of dQ of one step, on their way out; in order `add_loop` is who reads them."""
     FIRST: gl.constexpr = first_dq_part(1, DQ_PARTS)
-    return make_ring(sums_desc, 1, FIRST, 1), make_ring(sums_desc, 1, DQ_PARTS - FIRST, 1)
+    READERS: gl.constexpr = 1 if p.ORDERED else 0
+    return make_ring(sums_desc, 1, FIRST, READERS), make_ring(sums_desc, 1, DQ_PARTS - FIRST, READERS)
 
 
 @gluon.jit

@@ -277,7 +277,7 @@ def wide_backward_kernel(
         dq_ring_0: gl.constexpr = None
         dq_ring_1: gl.constexpr = None
     else:
-        dq_ring_0, dq_ring_1 = make_dq_rings(sums, DQ_PARTS)
+        dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
     # tuples inline: bound to a name they lose their constexprs
     if not p.ORDERED:
         gl.warp_specialize([
