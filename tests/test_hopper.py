@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import slow_warps
 import torch
 from cases import BF16, HALF, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flashtile
 from flashtile import dispatch, flash_attn_func
 from flashtile.backends.hopper import config, leaves_backward, passes_on, refusal
 from flashtile.backends.hopper.order import order, visits
@@ -401,3 +406,23 @@ def test_dk_and_dv_are_the_same_bits_every_time_and_dq_nearly(dim):
         assert torch.equal(dk, first[1])
         assert torch.equal(dv, first[2])
         assert (dq.float() - first[0].float()).abs().max() <= 2**-7 * first[0].float().abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+def test_results_are_right_however_slow_a_warp_is(dims):
+    done = slow_warps.run(dims)
+    assert done.stdout == "checked\n", done.stdout + done.stderr
+
+
+def test_warps_are_slow_wherever_they_meet(tmp_path):
+    package = tmp_path / "flashtile"
+    shutil.copytree(Path(flashtile.__file__).parent, package)
+    slow_warps.make_slow(package)
+    for path in (package / "backends/hopper").glob("*.py"):
+        lines = path.read_text().splitlines()
+        for before, line in pairwise(lines):
+            if line.lstrip().startswith(("mbarrier.arrive(", "fence_async_shared()", "tma.store_wait(")):
+                assert "dawdle()" in before, f"{path.name}: {line}"
