@@ -139,8 +139,8 @@ def ring_of(
     """A ring of these buffers, full when `writers` and empty when `readers` warps or warpgroups have said so. Without
     readers it has no barriers: who fills it empties it.
 
-    A barrier that nobody uses must not be made. Triton gives its memory to other buffers, and the GPU has been seen to
-    put the state of the barrier there late, over what a warpgroup had written.
+    A barrier that nobody uses must not be made. Triton gives its memory to other buffers, and where several processes
+    share a GPU it has been seen to put the barrier back there later, over what a warpgroup had written.
     """
     full = buffers
     empty = buffers
