@@ -266,25 +266,39 @@ def replay_ms(graph: torch.cuda.CUDAGraph, count: int) -> float:
     return start.elapsed_time(end) / count
 
 
+def checked(provider: Provider, steps: list[Step]) -> tuple[float, torch.cuda.CUDAGraph]:
+    """Its error, and the graph to time; ValueError where it is wrong."""
+    error = relative_error(provider(steps[0]), steps[0])
+    if not error < BUDGET:
+        raise ValueError(f"wrong by {error:.2g} of the largest |out|")
+    return error, captured(provider, steps)
+
+
+def steps_past_l2(point: Point, l2_bytes: int) -> int:
+    """How many steps together read three times what the L2 cache holds."""
+    return -(-3 * l2_bytes // point.bytes_read)
+
+
+def replays(graph: torch.cuda.CUDAGraph) -> int:
+    """How many fill a round."""
+    return max(1, int(ROUND_MS / replay_ms(graph, 1)))
+
+
 def measure(point: Point, caches: Caches, l2_bytes: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each provider: one that is wrong or raises has a reason in place of a speed."""
-    steps = make_steps(point, caches, -(-3 * l2_bytes // point.bytes_read))
+    steps = make_steps(point, caches, steps_past_l2(point, l2_bytes))
     rows: dict[str, dict[str, Any]] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, provider in point.providers.items():
         rows[name] = {"point": point.name, "bytes_read": point.bytes_read, "provider": name, "us": None}
         try:
-            error = relative_error(provider(steps[0]), steps[0])
-            if not error < BUDGET:
-                raise ValueError(f"wrong by {error:.2g} of the largest |out|")
-            rows[name]["relative_error"] = error
-            graphs[name] = captured(provider, steps)
+            rows[name]["relative_error"], graphs[name] = checked(provider, steps)
         except Exception as failure:  # whatever another library raises is why it has no number
             rows[name]["reason"] = f"{type(failure).__name__}: {failure}"[:200]
     if "flashtile" in graphs:
         graphs[NOT_MERGED] = captured(not_merged, steps)
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    counts = {name: max(1, int(ROUND_MS / replay_ms(graph, 1))) for name, graph in graphs.items()}
+    counts = {name: replays(graph) for name, graph in graphs.items()}
     for _ in range(rounds):
         for name in random.sample(list(graphs), len(graphs)):
             times[name].append(replay_ms(graphs[name], counts[name]) / len(steps) * 1e3)

@@ -3,13 +3,15 @@
     python benchmarks/turns.py runs.json --case "128 full 8192" --case "192/128 causal 2048" \\
         --contender "old=../old/src" --contender "new=src" --contender "3.9=src:../triton-3.9"
 
-A case is D, or D/Dv, a mask, S and perhaps Hq/Hk, in the paper's setting. A contender is a name and what comes first in
-its PYTHONPATH; behind commas, other variables. Every result is checked against float64 before it is timed. What drifts
-falls on all alike, as in one process, which could not hold two versions.
+A case is D, or D/Dv, a mask, S and perhaps Hq/Hk, in the paper's setting; with --mode decode a point of decode.py, such
+as "64,32,8,4096, pages of 16". A contender is a name and what comes first in its PYTHONPATH; behind commas, other
+variables. Every result is checked against float64 before it is timed. What drifts falls on all alike, as in one
+process, which could not hold two versions.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -21,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -47,6 +49,33 @@ def case_of(text: str) -> Case:
         heads_q, _, heads_k = heads[0].partition("/")
         case = replace(case, heads_q=int(heads_q), heads_k=int(heads_k or heads_q))
     return replace(case, head_dim_v=int(dim_v or 0))
+
+
+class Asked(NamedTuple):
+    """A case as it is told to other processes, and what is computed or, decoding, read in it."""
+
+    label: str
+    question: dict[str, Any]
+    work: int  # FLOPs or bytes
+
+
+def asked(text: str, mode: str, provider: str) -> Asked:
+    """What a case's text means in a mode."""
+    if mode == "decode":
+        points = {point.name: point for point in decode_benchmark().POINTS}
+        if text not in points:
+            raise ValueError(f"case: got {text!r}; want one of {', '.join(map(repr, points))}")
+        return Asked(text, {"point": text, "provider": provider}, points[text].bytes_read)
+    if mode not in ("fwd", "bwd"):
+        raise ValueError(f"mode: got {mode!r}; want fwd, bwd or decode")
+    case = case_of(text)
+    work = flops(case.spec, mode, paper_pairs(case.spec))
+    return Asked(f"{case.label} {mode}", {"case": case.to_json(), "mode": mode, "provider": provider}, work)
+
+
+def decode_benchmark() -> Any:
+    """decode.py, which lies beside this file."""
+    return importlib.import_module("decode")
 
 
 class Version:
@@ -97,38 +126,61 @@ class Race:
         return {"reason": self.reason, "ms": self.call and median_ms(self.call, self.device, ROUND_MS)}
 
 
+class DecodeRace:
+    """The same of a decode step: the graph of as many as read more than the L2 cache holds."""
+
+    def __init__(self, point: str, provider: str, device: torch.device) -> None:
+        decode = decode_benchmark()
+        (of,) = (x for x in decode.POINTS if x.name == point)
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        steps = decode.make_steps(
+            of, decode.make_caches([of], device, 3 * l2_bytes), decode.steps_past_l2(of, l2_bytes)
+        )
+        self.reason: str | None = None
+        try:
+            _, self.graph = decode.checked(of.providers[provider], steps)
+        except Exception as failure:  # whatever another library raises is why it has no time
+            self.reason = f"{type(failure).__name__}: {failure}"[:200]
+            return
+        self.decode, self.count, self.steps = decode, decode.replays(self.graph), steps
+
+    def turn(self) -> dict[str, Any]:
+        if self.reason:
+            return {"reason": self.reason, "ms": None}
+        return {"reason": None, "ms": self.decode.replay_ms(self.graph, self.count) / len(self.steps)}
+
+
 def answer() -> None:
     """The other process: answers questions, a line of JSON each, until there are no more."""
     device = torch.device("cuda")
-    asked, race = "", None
+    last, race = "", None
     for line in sys.stdin:
         question = json.loads(line)
         if question == "machine":
             print(json.dumps(describe_machine(device)), flush=True)
             continue
-        if race is None or line != asked:
-            asked, race = line, None  # frees the tensors of the case before
+        if race is None or line != last:
+            last, race = line, None  # frees the tensors of the case before
             torch.cuda.empty_cache()
-            race = Race(**question, device=device)
+            race = (DecodeRace if "point" in question else Race)(**question, device=device)
         print(json.dumps(race.turn()), flush=True)
 
 
-def run(versions: list[Version], cases: list[Case], rounds: int, mode: Mode, provider: str) -> Iterator[dict[str, Any]]:
+def run(versions: list[Version], cases: list[Asked], rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each case: milliseconds of every version in every round, or why it has none."""
     for case in cases:
-        question = {"case": case.to_json(), "mode": mode, "provider": provider}
         times: dict[str, list[float]] = {version.name: [] for version in versions}
         reasons: dict[str, str] = {}
         for _ in range(rounds):
             for version in random.sample(versions, len(versions)):
                 if version.name not in reasons:
-                    reply = version.ask(question)
+                    reply = version.ask(case.question)
                     if reply["reason"]:
                         reasons[version.name] = reply["reason"]
                     else:
                         times[version.name].append(reply["ms"])
-        row = {**question, "rounds_ms": times, "reasons": reasons}
-        yield row | {"label": case.label, "flops": flops(case.spec, mode, paper_pairs(case.spec))}
+        work = {"bytes" if "point" in case.question else "flops": case.work}
+        yield {**case.question, **work, "label": case.label, "rounds_ms": times, "reasons": reasons}
 
 
 def over(first: list[float], other: list[float]) -> float:
@@ -136,31 +188,40 @@ def over(first: list[float], other: list[float]) -> float:
     return statistics.median([a / b for a, b in zip(first, other, strict=False)] or [math.nan])
 
 
+def speed(row: dict[str, Any], ms: list[float]) -> str:
+    """TFLOP/s or, of a decode step, its microseconds."""
+    median = statistics.median(ms)
+    return f"{row['flops'] / median / 1e9:.0f}" if "flops" in row else f"{median * 1e3:.1f} us"
+
+
 def main(
     output: Path,
     case: Annotated[list[str], typer.Option()],
     contender: Annotated[list[str], typer.Option()],
     mode: str = "fwd",
-    provider: str = "flashtile-hopper",
+    provider: str = "",
     rounds: int = 15,
 ) -> None:
-    """Prints TFLOP/s of the first contender and the others' share of it, and writes all times as JSON."""
-    if mode not in ("fwd", "bwd"):
-        raise typer.BadParameter(f"mode: got {mode!r}; want fwd or bwd")
+    """Prints what each contender takes and, in brackets, how fast that is beside the first; writes all times as JSON.
+
+    provider: flashtile-hopper or, decoding, flashtile, unless another is named.
+    """
+    try:
+        cases = [
+            asked(text, mode, provider or ("flashtile" if mode == "decode" else "flashtile-hopper")) for text in case
+        ]
+    except ValueError as wrong:
+        raise typer.BadParameter(str(wrong)) from wrong
     rows = []
     with ExitStack() as stack:
         versions = [stack.enter_context(started(text)) for text in contender]
         document: dict[str, Any] = {"machines": {version.name: version.ask("machine") for version in versions}}
-        for row in run(versions, [case_of(text) for text in case], rounds, mode, provider):
+        for row in run(versions, cases, rounds):
             rows.append(row)
             ms = row["rounds_ms"]
             row["over_first"] = {name: over(ms[versions[0].name], ms[name]) for name in ms}
-            rates = [
-                f"{name} {row['flops'] / statistics.median(x) / 1e9:.0f} ({row['over_first'][name]:.3f})"
-                for name, x in ms.items()
-                if x
-            ]
-            print(f"{row['label']:44} {mode} " + "  ".join(rates), *row["reasons"].items(), flush=True)
+            speeds = [f"{name} {speed(row, x)} ({row['over_first'][name]:.3f})" for name, x in ms.items() if x]
+            print(f"{row['label']:48} " + "  ".join(speeds), *row["reasons"].items(), flush=True)
     atomically(output, lambda temporary: temporary.write_text(json.dumps({**document, "rows": rows}, indent=1)))
 
 

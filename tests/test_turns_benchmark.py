@@ -1,4 +1,4 @@
-"""benchmarks/turns.py without a GPU: what its cases and contenders name, and how rounds are compared."""
+"""benchmarks/turns.py: what cases and contenders name, how rounds are compared, and, on a GPU, decode steps timed."""
 
 from __future__ import annotations
 
@@ -36,6 +36,44 @@ def test_a_case_is_named_by_few_words(text, case):
 def test_a_mask_of_another_name_is_refused():
     with pytest.raises(ValueError, match="mask: got 'masked' in '64 masked 512'; want full or causal"):
         turns.case_of("64 masked 512")
+
+
+@pytest.fixture
+def beside_decode(monkeypatch):
+    """decode.py is found as it is by a script that lies beside it."""
+    monkeypatch.syspath_prepend(PATH.parent)
+
+
+@pytest.mark.parametrize("name", ["64,32,8,4096", "64,32,8,1024…65536, pages of 16", "8,32,8,32768, float8"])
+def test_a_decode_step_is_named_as_by_its_own_benchmark(beside_decode, name):
+    asked = turns.asked(name, "decode", "flashtile")
+    assert asked.question == {"point": name, "provider": "flashtile"}
+    assert asked.work == next(x for x in turns.decode_benchmark().POINTS if x.name == name).bytes_read
+
+
+def test_what_is_not_a_case_or_a_mode_is_refused(beside_decode):
+    with pytest.raises(ValueError, match=r"case: got '64,32,8'; want one of '1,32,8,131072', .*, '64,32,8,4096'"):
+        turns.asked("64,32,8", "decode", "flashtile")
+    with pytest.raises(ValueError, match="mode: got 'both'; want fwd, bwd or decode"):
+        turns.asked("64 full 512", "both", "flashtile-hopper")
+
+
+@pytest.mark.gpu
+def test_a_decode_step_is_checked_and_then_timed_as_often_as_asked(beside_decode):
+    race = turns.DecodeRace("1,32,8,1024", "flashtile", torch.device("cuda"))
+    assert [race.turn()["ms"] > 0 for _ in range(2)] == [True, True]
+
+
+@pytest.mark.gpu
+def test_a_decode_step_that_a_provider_gets_wrong_has_a_reason_and_no_time(beside_decode, monkeypatch):
+    monkeypatch.setitem(turns.decode_benchmark().PYTORCH, "wrong", lambda step: torch.zeros_like(step.q))
+    reply = turns.DecodeRace("1,32,8,1024", "wrong", torch.device("cuda")).turn()
+    assert reply == {"reason": "ValueError: wrong by 1 of the largest |out|", "ms": None}
+
+
+def test_speeds_are_said_as_the_mode_does():
+    assert turns.speed({"flops": 10**12}, [2.0, 1.0, 4.0]) == "500"
+    assert turns.speed({"bytes": 10**9}, [0.2, 0.1, 0.4]) == "200.0 us"
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
