@@ -274,6 +274,11 @@ def checked(provider: Provider, steps: list[Step]) -> tuple[float, torch.cuda.CU
     return error, captured(provider, steps)
 
 
+def reason_of(failure: Exception) -> str:
+    """Why a provider has no speed."""
+    return f"{type(failure).__name__}: {failure}"[:200]
+
+
 def steps_past_l2(point: Point, l2_bytes: int) -> int:
     """How many steps together read three times what the L2 cache holds."""
     return -(-3 * l2_bytes // point.bytes_read)
@@ -294,7 +299,7 @@ def measure(point: Point, caches: Caches, l2_bytes: int, rounds: int) -> list[di
         try:
             rows[name]["relative_error"], graphs[name] = checked(provider, steps)
         except Exception as failure:  # whatever another library raises is why it has no number
-            rows[name]["reason"] = f"{type(failure).__name__}: {failure}"[:200]
+            rows[name]["reason"] = reason_of(failure)
     if "flashtile" in graphs:
         graphs[NOT_MERGED] = captured(not_merged, steps)
     times: dict[str, list[float]] = {name: [] for name in graphs}

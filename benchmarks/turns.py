@@ -52,25 +52,25 @@ def case_of(text: str) -> Case:
 
 
 class Asked(NamedTuple):
-    """A case as it is told to other processes, and what is computed or, decoding, read in it."""
+    """A case as it is told to other processes."""
 
     label: str
     question: dict[str, Any]
-    work: int  # FLOPs or bytes
+    flops: int | None  # None: decoding, of which the time is said
 
 
 def asked(text: str, mode: str, provider: str) -> Asked:
     """What a case's text means in a mode."""
     if mode == "decode":
-        points = {point.name: point for point in decode_benchmark().POINTS}
+        points = [point.name for point in decode_benchmark().POINTS]
         if text not in points:
             raise ValueError(f"case: got {text!r}; want one of {', '.join(map(repr, points))}")
-        return Asked(text, {"point": text, "provider": provider}, points[text].bytes_read)
+        return Asked(text, {"point": text, "provider": provider}, None)
     if mode not in ("fwd", "bwd"):
         raise ValueError(f"mode: got {mode!r}; want fwd, bwd or decode")
     case = case_of(text)
-    work = flops(case.spec, mode, paper_pairs(case.spec))
-    return Asked(f"{case.label} {mode}", {"case": case.to_json(), "mode": mode, "provider": provider}, work)
+    question = {"case": case.to_json(), "mode": mode, "provider": provider}
+    return Asked(f"{case.label} {mode}", question, flops(case.spec, mode, paper_pairs(case.spec)))
 
 
 def decode_benchmark() -> Any:
@@ -136,18 +136,16 @@ class DecodeRace:
         steps = decode.make_steps(
             of, decode.make_caches([of], device, 3 * l2_bytes), decode.steps_past_l2(of, l2_bytes)
         )
-        self.reason: str | None = None
+        self.reason, self.ms = None, lambda: None
         try:
-            _, self.graph = decode.checked(of.providers[provider], steps)
+            _, graph = decode.checked(of.providers[provider], steps)
+            count = decode.replays(graph)
+            self.ms = lambda: decode.replay_ms(graph, count) / len(steps)
         except Exception as failure:  # whatever another library raises is why it has no time
-            self.reason = f"{type(failure).__name__}: {failure}"[:200]
-            return
-        self.decode, self.count, self.steps = decode, decode.replays(self.graph), steps
+            self.reason = decode.reason_of(failure)
 
     def turn(self) -> dict[str, Any]:
-        if self.reason:
-            return {"reason": self.reason, "ms": None}
-        return {"reason": None, "ms": self.decode.replay_ms(self.graph, self.count) / len(self.steps)}
+        return {"reason": self.reason, "ms": self.ms()}
 
 
 def answer() -> None:
@@ -179,8 +177,7 @@ def run(versions: list[Version], cases: list[Asked], rounds: int) -> Iterator[di
                         reasons[version.name] = reply["reason"]
                     else:
                         times[version.name].append(reply["ms"])
-        work = {"bytes" if "point" in case.question else "flops": case.work}
-        yield {**case.question, **work, "label": case.label, "rounds_ms": times, "reasons": reasons}
+        yield {**case.question, "label": case.label, "flops": case.flops, "rounds_ms": times, "reasons": reasons}
 
 
 def over(first: list[float], other: list[float]) -> float:
@@ -188,10 +185,10 @@ def over(first: list[float], other: list[float]) -> float:
     return statistics.median([a / b for a, b in zip(first, other, strict=False)] or [math.nan])
 
 
-def speed(row: dict[str, Any], ms: list[float]) -> str:
+def speed(flops: int | None, ms: list[float]) -> str:
     """TFLOP/s or, of a decode step, its microseconds."""
     median = statistics.median(ms)
-    return f"{row['flops'] / median / 1e9:.0f}" if "flops" in row else f"{median * 1e3:.1f} us"
+    return f"{flops / median / 1e9:.0f}" if flops else f"{median * 1e3:.1f} us"
 
 
 def main(
@@ -206,10 +203,9 @@ def main(
 
     provider: flashtile-hopper or, decoding, flashtile, unless another is named.
     """
+    provider = provider or ("flashtile" if mode == "decode" else "flashtile-hopper")
     try:
-        cases = [
-            asked(text, mode, provider or ("flashtile" if mode == "decode" else "flashtile-hopper")) for text in case
-        ]
+        cases = [asked(text, mode, provider) for text in case]
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
     rows = []
@@ -220,7 +216,7 @@ def main(
             rows.append(row)
             ms = row["rounds_ms"]
             row["over_first"] = {name: over(ms[versions[0].name], ms[name]) for name in ms}
-            speeds = [f"{name} {speed(row, x)} ({row['over_first'][name]:.3f})" for name, x in ms.items() if x]
+            speeds = [f"{name} {speed(row['flops'], x)} ({row['over_first'][name]:.3f})" for name, x in ms.items() if x]
             print(f"{row['label']:48} " + "  ".join(speeds), *row["reasons"].items(), flush=True)
     atomically(output, lambda temporary: temporary.write_text(json.dumps({**document, "rows": rows}, indent=1)))
 

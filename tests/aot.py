@@ -192,7 +192,7 @@ def barriers_left_alone(compiled: object) -> list[str]:
     used = {place for text, place in places.items() if "EXCH" not in text}  # of a ring the first slot is named
     assert made, "no barrier is made"
     for place in made:
-        if place - 8 in used and place - 8 in made:
+        if place - 8 in used:
             used.add(place)
     return [hex(place) for place in made if place not in used]
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import load_parts, load_slot, make_ring
 from .compat import add_async, aggregate, load_async
-from .tile import columns, halves, tanh, width_of
+from .tile import columns, halves, parts_of, tanh, width_of
 
 SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
@@ -299,7 +299,7 @@ def over_parts(
     """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims."""
     WIDTH: gl.constexpr = queries_ring.width
     DIM: gl.constexpr = queries_ring.buffers.shape[-1] * queries_ring.parts
-    for dims in gl.static_range((DIM + WIDTH - 1) // WIDTH):
+    for dims in gl.static_range(parts_of(WIDTH, DIM)):
         keys = columns(keys_ring, tile, block * DIM + dims * WIDTH, width_of(dims, WIDTH, DIM))
         queries = columns(queries_ring, position, dims * WIDTH, width_of(dims, WIDTH, DIM))
         queries = queries.slice(part * QUERIES, QUERIES)

@@ -33,6 +33,7 @@ from .tile import (
     meet,
     no_sums,
     pack,
+    parts_of,
     pass_turn,
     row_sums_by_lane,
     store_rows,
@@ -122,7 +123,7 @@ def scores_product(q, q_ring, q_position, k_ring, position, s):
     KEYS: gl.constexpr = s.shape[1]
     WIDTH: gl.constexpr = k_ring.width
     DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
-    for part in gl.static_range((DIM + WIDTH - 1) // WIDTH):
+    for part in gl.static_range(parts_of(WIDTH, DIM)):
         if DIM > WIDTH:
             q_position, position = anew(q_position), anew(position)
             q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))

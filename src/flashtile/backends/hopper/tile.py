@@ -87,6 +87,12 @@ def columns(ring, position, first: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.constexpr_function
+def parts_of(WIDTH, DIM):
+    """In how many parts of WIDTH columns, the last of what is left, DIM comes."""
+    return -(-DIM // WIDTH)
+
+
+@gluon.constexpr_function
 def width_of(part, WIDTH, DIM):
     """Columns of a part of DIM: WIDTH, but of the last what is left."""
     return min(WIDTH, DIM - part * WIDTH)
