@@ -348,7 +348,7 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
         pointer, count = arguments
         wait_until(lambda: pointer.tensor[pointer.at] == count)
     elif "cp.async.bulk.wait_group 0;" in text:
-        assert "red.release" in text
+        assert "red.relaxed" in text
         (pointer,) = arguments
         wait_until(lambda: all(store.done for store in HERE.stores))
         HERE.stores.clear()
@@ -357,6 +357,9 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
             LOCK.notify_all()
     elif text.startswith("mov.b32 $0, $1;"):
         return arguments[0]
+    elif "fma.rn.f32 x, $1, $2, $3; ex2" in text:
+        x, factor, summand = (torch.as_tensor(argument, dtype=torch.float64) for argument in arguments)
+        return registers(torch.exp2((x * factor + summand).float()))
     elif text.startswith("cvt.rn."):
         dtype = torch.bfloat16 if "bf16x2" in text else torch.float16
         low, high = (x.to(dtype).to(torch.int16, bitcast=True).to(torch.int32) for x in arguments)

@@ -203,12 +203,12 @@ def send_dq(p, sums_desc, ring, position, row):
     """Adds the parts of dQ that lie in the buffers to the sums, or leaves that to `add_loop`.
 
     Called a step after `put_dq`: a fence right after the writes would wait for them. In order called at once, as other
-    tiles wait.
+    tiles wait; the fence is then `add_loop`'s.
     """
-    fence_async_shared()
     if p.ORDERED:
         ring.fill(position)
     else:
+        fence_async_shared()
         add_parts(sums_desc, ring, position, row)
 
 
@@ -236,14 +236,19 @@ def await_added(added_ptr, tiles):
 
 @gluon.jit
 def count_added(added_ptr):
-    """Waits until what this warp added to a block of dQ is there, not only read, and says so."""
+    """Waits until what this warp added to a block of dQ is there, not only read, and says so.
+
+    Said without a release: that would wait for all that its multiprocessor has under way in memory, at 192 dims for a
+    fifth of a step. There is nothing to make visible: who is told does not read the sums, but adds to them in L2 too,
+    where a completed copy is, and the kernel that reads them begins when this one has ended.
+    """
     gl.inline_asm_elementwise(
         """{
         .reg .pred one;
         cp.async.bulk.wait_group 0;
         bar.warp.sync 0xffffffff;
         elect.sync _|one, 0xffffffff;
-        @one red.release.gpu.global.add.u32 [$1], 1;
+        @one red.relaxed.gpu.global.add.u32 [$1], 1;
         mov.b32 $0, 0;
         }""",
         "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
@@ -274,6 +279,7 @@ def add_loop(
                 at = block * WARPGROUPS + warpgroup
                 await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
                 dq_ring.await_full(position)
+                fence_async_shared()
                 add_parts(sums_desc, dq_ring, position, (block * DQ_PARTS + FIRST_PART) * SUMS_ROWS)
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(position)

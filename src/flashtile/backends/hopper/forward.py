@@ -26,6 +26,7 @@ from .forward_problem import TAIL, Problem, mask
 from .tile import (
     add_product,
     columns,
+    exp2_of_fma,
     halves,
     keep_apart,
     log2,
@@ -141,7 +142,7 @@ def scores(p, s):
 @gluon.jit
 def probabilities(p, s, shift):
     """P, not normalised: 2^(scores in base 2 - shift)."""
-    return gl.exp2(s * p.unit - shift[:, None])
+    return exp2_of_fma(s, p.unit, -shift[:, None])
 
 
 @gluon.jit

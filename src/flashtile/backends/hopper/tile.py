@@ -104,8 +104,7 @@ def add_product(sums, left, ring, position, has, row: gl.constexpr = 0):
     nothing."""
     DIM: gl.constexpr = ring.buffers.shape[-1] * ring.parts
     for part in gl.static_range(len(sums)):
-        if len(sums) > 1:
-            position = anew(position)
+        position = anew(position)
         x = columns(ring, position, part * ring.width, width_of(part, ring.width, DIM)).slice(row, left.shape[1])
         sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
     return sums
@@ -118,6 +117,16 @@ def store_rows(desc, buffer, x, batch, row, head, col):
     matrix(buffer).slice(0, x.shape[1], dim=1).store(x.to(desc.dtype))
     fence_async_shared()
     store_async(desc, [batch, row, head, col], buffer)
+
+
+@gluon.jit
+def exp2_of_fma(x, factor, summand):
+    """2^(x * factor + summand), in float32. Each exponential comes right behind its own multiply-add: given all of
+    these first, triton 3.9 makes a slower kernel at 64 dims."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 x; fma.rn.f32 x, $1, $2, $3; ex2.approx.ftz.f32 $0, x; }", "=f,f,f,f", [x, factor, summand],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
