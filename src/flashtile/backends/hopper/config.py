@@ -64,8 +64,8 @@ D64_SHORT = Tiles(
     earlier_ptxas=False,
 )  # fmt: skip
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
-stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. By triton 3.9 with its own ptxas these
-two 1.00 and 0.99 of what it makes by 3.6, with the earlier 0.96."""
+stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. By triton 3.9 with its own ptxas
+1.00 and 0.99 of what it makes by 3.6, with the earlier 0.96."""
 D128 = Tiles(
     128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, wait_half_way=True
 )

@@ -112,13 +112,17 @@ def tile_costs(spec: AttentionSpec, keys: int, tile_m: int) -> list[float]:
     return [key_blocks(mirrored(spec), n_block, keys, tile_m) * spec.group + BACKWARD_TILE_COST for n_block in n_blocks]
 
 
+def backward_head_bytes(spec: AttentionSpec) -> int:
+    """What the tiles of a key head read, and add to, in the backward pass."""
+    row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    return spec.seqlen_k * row_bytes + spec.group * spec.seqlen_q * (row_bytes + 4 * spec.head_dim)
+
+
 def backward_schedule(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> list[list[Tile]]:
     """The backward pass: tiles of `keys` keys, each with all queries of its group that see one of them."""
     cost = tile_costs(spec, keys, tile_m)
-    row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    head_bytes = spec.seqlen_k * row_bytes + spec.group * spec.seqlen_q * (row_bytes + 4 * spec.head_dim)
     alike = min(cost) == max(cost)
-    return spread(cost, spec.batch * spec.heads_k, 1, head_bytes, programs, alike)
+    return spread(cost, spec.batch * spec.heads_k, 1, backward_head_bytes(spec), programs, alike)
 
 
 def query_blocks(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> tuple[int, int, int, int]:
