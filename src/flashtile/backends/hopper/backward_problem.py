@@ -226,7 +226,7 @@ def await_added(added_ptr, tiles):
         """{
         .reg .pred missing;
         again: ld.acquire.gpu.global.b32 $0, [$1];
-        setp.ne.b32 missing, $0, $2;
+        setp.lt.s32 missing, $0, $2;
         @missing bra again;
         fence.proxy.async.global;
         }""",
