@@ -352,11 +352,11 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
         with LOCK:
             pointer.tensor[pointer.at] += HERE.threads // 32
             LOCK.notify_all()
-    elif "cp.async.bulk.wait_group 0;" in text:
-        assert "red.relaxed" in text
-        (pointer,) = arguments
+    elif text.startswith("cp.async.bulk.wait_group 0;"):
         wait_until(lambda: all(store.done for store in HERE.stores))
         HERE.stores.clear()
+    elif "red.release" in text:
+        (pointer,) = arguments
         with LOCK:
             pointer.tensor[pointer.at] += 1
             LOCK.notify_all()

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import load_parts, load_slot, make_ring
+from .channel import load_parts, load_slot, make_ring, ring_of
 from .compat import add_async, aggregate, load_async
 from .tile import columns, halves, parts_of, tanh, width_of
 
@@ -173,6 +173,12 @@ def make_dq_rings(p, sums_desc, DQ_PARTS: gl.constexpr):
 
 
 @gluon.jit
+def make_arrivals(dq_ring):
+    """In order, for what an `add_loop` tells `count_loop`: that a step's dQ is in memory. The buffers are not used."""
+    return ring_of(dq_ring.buffers, 1, 1, 1, 1)
+
+
+@gluon.jit
 def by_thread(dq):
     """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
     D: gl.constexpr = dq.shape[1]
@@ -235,20 +241,21 @@ def await_added(added_ptr, tiles):
 
 
 @gluon.jit
-def count_added(added_ptr):
-    """Waits until what this warp added to a block of dQ is there, not only read, and says so.
+def arrived():
+    """Waits until what this warp added is there, not only read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
 
-    Said without a release: that would wait for all that its multiprocessor has under way in memory, at 192 dims for a
-    fifth of a step. There is nothing to make visible: who is told does not read the sums, but adds to them in L2 too,
-    where a completed copy is, and the kernel that reads them begins when this one has ended.
-    """
+
+@gluon.jit
+def count_added(added_ptr):
+    """Says that what this warp knows of has been added to a block of dQ."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one;
-        cp.async.bulk.wait_group 0;
-        bar.warp.sync 0xffffffff;
         elect.sync _|one, 0xffffffff;
-        @one red.relaxed.gpu.global.add.u32 [$1], 1;
+        @one red.release.gpu.global.add.u32 [$1], 1;
         mov.b32 $0, 0;
         }""",
         "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
@@ -257,7 +264,7 @@ def count_added(added_ptr):
 
 @gluon.jit
 def add_loop(
-    warpgroup: gl.constexpr, TILE_N: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring,
+    warpgroup: gl.constexpr, TILE_N: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring, arrivals,
     added_ptr, ranks_ptr,
 ):  # fmt: skip
     """The warp that adds a warpgroup's parts of dQ of every step to the sums, in the order of the ranks: line 15.
@@ -276,8 +283,8 @@ def add_loop(
         for i in range(p.group):
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                at = block * WARPGROUPS + warpgroup
-                await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
+                at = added_ptr + (block * WARPGROUPS + warpgroup)
+                await_added(at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
                 dq_ring.await_full(position)
                 fence_async_shared()
                 add_parts(sums_desc, dq_ring, position, (block * DQ_PARTS + FIRST_PART) * SUMS_ROWS)
@@ -285,7 +292,31 @@ def add_loop(
                 dq_ring.release(position)
                 of_step += 1
                 rank = gl.load(of_step)  # of the next step, before it is needed
-                count_added(added_ptr + at)
+                arrivals.await_empty(position)
+                arrived()
+                arrivals.fill(position)
+                position += 1
+        entry += FIELDS
+
+
+@gluon.jit
+def count_loop(p, q_ring, arrivals_0, arrivals_1, added_ptr):
+    """The warp that counts what both `add_loop`s have added. To say so it waits for all that its multiprocessor has
+    under way in memory, which takes a fifth of a step: they go on."""
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
+    for _ in range(n_tiles):
+        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
+        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+        for i in range(p.group):
+            for j in range(first, end):
+                at = added_ptr + ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS
+                arrivals_0.await_full(position)
+                count_added(at)
+                arrivals_0.release(position)
+                arrivals_1.await_full(position)
+                count_added(at + 1)
+                arrivals_1.release(position)
                 position += 1
         entry += FIELDS
 

@@ -38,9 +38,11 @@ from .backward_problem import (
     await_added,
     begin_scores,
     by_thread,
+    count_loop,
     first_dq_part,
     first_step,
     load_loop,
+    make_arrivals,
     make_dq_rings,
     mask,
     over_parts,
@@ -310,8 +312,8 @@ def wide_backward_kernel(
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     DQ_PARTS: gl.constexpr, DQ_BUFFER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`; in order, two in
-    `add_loop`, where dQ has a buffer.
+    """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`; in order, where
+    dQ has a buffer, two in `add_loop`, one in `count_loop`.
 
     sums: a descriptor where dQ has a buffer, else a pointer. added, ranks: as in `backward_kernel`.
     """
@@ -342,6 +344,7 @@ def wide_backward_kernel(
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
+        arrivals_0, arrivals_1 = make_arrivals(dq_ring_0), make_arrivals(dq_ring_1)
         gl.warp_specialize([
             (value_loop, (DQ_PARTS, p, dv_desc, sums, added_ptr, ranks_ptr,
                           q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
@@ -349,6 +352,8 @@ def wide_backward_kernel(
                         q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
-        ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+            (add_loop, (0, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
+            (count_loop, (p, q_ring, arrivals_0, arrivals_1, added_ptr)),
+        ], [4, 1, 1, 1, 1],
+            [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
