@@ -347,16 +347,11 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
     elif "ld.acquire" in text:
         pointer, count = arguments
         wait_until(lambda: pointer.tensor[pointer.at] == count)
-    elif "fence.acq_rel.gpu;" in text and "red.relaxed" in text:  # by each warp
+    elif "cp.async.bulk.wait_group 0;" in text:
+        assert "red.release" in text
         (pointer,) = arguments
-        with LOCK:
-            pointer.tensor[pointer.at] += HERE.threads // 32
-            LOCK.notify_all()
-    elif text.startswith("cp.async.bulk.wait_group 0;"):
         wait_until(lambda: all(store.done for store in HERE.stores))
         HERE.stores.clear()
-    elif "red.release" in text:
-        (pointer,) = arguments
         with LOCK:
             pointer.tensor[pointer.at] += 1
             LOCK.notify_all()

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import load_parts, load_slot, make_ring, ring_of
+from .channel import load_parts, load_slot, make_ring
 from .compat import add_async, aggregate, load_async
 from .tile import columns, halves, parts_of, tanh, width_of
 
@@ -173,12 +173,6 @@ def make_dq_rings(p, sums_desc, DQ_PARTS: gl.constexpr):
 
 
 @gluon.jit
-def make_arrivals(dq_ring):
-    """In order, for what an `add_loop` tells `count_loop`: that a step's dQ is in memory. The buffers are not used."""
-    return ring_of(dq_ring.buffers, 1, 1, 1, 1)
-
-
-@gluon.jit
 def by_thread(dq):
     """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
     D: gl.constexpr = dq.shape[1]
@@ -209,12 +203,12 @@ def send_dq(p, sums_desc, ring, position, row):
     """Adds the parts of dQ that lie in the buffers to the sums, or leaves that to `add_loop`.
 
     Called a step after `put_dq`: a fence right after the writes would wait for them. In order called at once, as other
-    tiles wait; the fence is then `add_loop`'s.
+    tiles wait.
     """
+    fence_async_shared()
     if p.ORDERED:
         ring.fill(position)
     else:
-        fence_async_shared()
         add_parts(sums_desc, ring, position, row)
 
 
@@ -232,7 +226,7 @@ def await_added(added_ptr, tiles):
         """{
         .reg .pred missing;
         again: ld.acquire.gpu.global.b32 $0, [$1];
-        setp.lt.s32 missing, $0, $2;
+        setp.ne.b32 missing, $0, $2;
         @missing bra again;
         fence.proxy.async.global;
         }""",
@@ -241,19 +235,13 @@ def await_added(added_ptr, tiles):
 
 
 @gluon.jit
-def arrived():
-    """Waits until what this warp added is there, not only read."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def count_added(added_ptr):
-    """Says that what this warp knows of has been added to a block of dQ."""
+    """Waits until what this warp added to a block of dQ is there, not only read, and says so."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one;
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
         elect.sync _|one, 0xffffffff;
         @one red.release.gpu.global.add.u32 [$1], 1;
         mov.b32 $0, 0;
@@ -264,7 +252,7 @@ def count_added(added_ptr):
 
 @gluon.jit
 def add_loop(
-    warpgroup: gl.constexpr, TILE_N: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring, arrivals,
+    warpgroup: gl.constexpr, TILE_N: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring,
     added_ptr, ranks_ptr,
 ):  # fmt: skip
     """The warp that adds a warpgroup's parts of dQ of every step to the sums, in the order of the ranks: line 15.
@@ -283,40 +271,15 @@ def add_loop(
         for i in range(p.group):
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                at = added_ptr + (block * WARPGROUPS + warpgroup)
-                await_added(at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
+                at = block * WARPGROUPS + warpgroup
+                await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
                 dq_ring.await_full(position)
-                fence_async_shared()
                 add_parts(sums_desc, dq_ring, position, (block * DQ_PARTS + FIRST_PART) * SUMS_ROWS)
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(position)
                 of_step += 1
                 rank = gl.load(of_step)  # of the next step, before it is needed
-                arrivals.await_empty(position)
-                arrived()
-                arrivals.fill(position)
-                position += 1
-        entry += FIELDS
-
-
-@gluon.jit
-def count_loop(p, q_ring, arrivals_0, arrivals_1, added_ptr):
-    """The warp that counts what both `add_loop`s have added. To say so it waits for all that its multiprocessor has
-    under way in memory, which takes a fifth of a step: they go on."""
-    entry, n_tiles = p.tiles()
-    position = first_step(q_ring)
-    for _ in range(n_tiles):
-        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        for i in range(p.group):
-            for j in range(first, end):
-                at = added_ptr + ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS
-                arrivals_0.await_full(position)
-                count_added(at)
-                arrivals_0.release(position)
-                arrivals_1.await_full(position)
-                count_added(at + 1)
-                arrivals_1.release(position)
+                count_added(added_ptr + at)
                 position += 1
         entry += FIELDS
 

@@ -32,17 +32,13 @@ from .backward_problem import (
     KEYS,
     SUMS_WIDTH,
     TURN,
-    WARPGROUPS,
     Problem,
     add_loop,
-    await_added,
     begin_scores,
     by_thread,
-    count_loop,
     first_dq_part,
     first_step,
     load_loop,
-    make_arrivals,
     make_dq_rings,
     mask,
     over_parts,
@@ -75,48 +71,9 @@ def add_from_registers(dq, dq_ptr):
 
 
 @gluon.jit
-def count_added_by_warp(added_ptr):
-    """Waits until what this warp added from its registers is there, and says so."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred one;
-        fence.acq_rel.gpu;
-        bar.warp.sync 0xffffffff;
-        elect.sync _|one, 0xffffffff;
-        @one red.relaxed.gpu.global.add.u32 [$1], 1;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def first_rank(p, entry):
-    """Where the ranks of a tile begin."""
-    return gl.load(entry + KEY) // KEYS * p.group * p.row_blocks
-
-
-@gluon.jit
-def rank_of(ranks_ptr, at):
-    """How many tiles add before, if they do so in order."""
-    return 0 if ranks_ptr is None else gl.load(ranks_ptr + at).to(gl.int32)
-
-
-@gluon.jit
-def count_of(added_ptr, warpgroup: gl.constexpr, row, SUMS_ROWS: gl.constexpr):
-    """Where it is counted what a warpgroup adds to the block of dQ with this row of the sums."""
-    return added_ptr + (row // SUMS_ROWS * WARPGROUPS + warpgroup)
-
-
-@gluon.jit
-def begin_add(
-    p, warpgroup: gl.constexpr, SUMS_ROWS: gl.constexpr, dq, sums, ring, position, row, added_ptr, rank
-):  # fmt: skip
-    """Line 15: adds parts of dQ to the sums, from a row on, in order once `rank` tiles have, or leaves them in the
-    ring."""
+def begin_add(p, dq, sums, ring, position, row):
+    """Line 15: adds parts of dQ to the sums, from a row on, or leaves them in the ring to `end_add`, a step later."""
     if ring is None:
-        if p.ORDERED:
-            await_added(count_of(added_ptr, warpgroup, row, SUMS_ROWS), rank * gl.num_warps())
         SIZE: gl.constexpr = dq[0].shape[0] * dq[0].shape[1]
         for part in gl.static_range(len(dq)):
             add_from_registers(dq[part], sums + (row.to(gl.int64) * SUMS_WIDTH + part * SIZE))
@@ -125,14 +82,11 @@ def begin_add(
 
 
 @gluon.jit
-def end_add(p, warpgroup: gl.constexpr, SUMS_ROWS: gl.constexpr, sums, ring, position, row, added_ptr):
-    """A step later, if there was one before: adds what was left in the ring, or counts what was added in order."""
+def end_add(p, sums, ring, position, row):
+    """Adds what `begin_add` left in the ring, if anything."""
     if ring is not None:
         if row >= 0:
             send_dq(p, sums, ring, position, row)
-    elif p.ORDERED:
-        if row >= 0:
-            count_added_by_warp(count_of(added_ptr, warpgroup, row, SUMS_ROWS))
 
 
 @gluon.jit
@@ -160,8 +114,7 @@ def store_keys(desc, ring, tile, sums, scale, batch, key, head):
 
 @gluon.jit
 def value_loop(
-    DQ_PARTS: gl.constexpr, p, dv_desc, sums, added_ptr, ranks_ptr,
-    q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring, shifts,
+    DQ_PARTS: gl.constexpr, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring, shifts
 ):  # fmt: skip
     """The first warpgroup: P, dV, and the first parts of dQ, the greater half."""
     DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
@@ -178,17 +131,15 @@ def value_loop(
         turn = gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
-        rank_at = first_rank(p, entry)
-        rank = 0  # of the step before
         has = False
         sums_row = -1  # of the step before
-        row_added = -1  # of the step whose dQ was added last, or lies in the buffer, if any
+        row_written = -1  # of the step whose dQ lies in the buffer, if any
         for i in range(p.group):
             for j in range(first, end):
                 block = p.turned(j, first, end, turn)
                 # lines 10 and 11
                 s = begin_scores(p, 0, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
-                end_add(p, 0, SUMS_ROWS, sums, dq_ring, position - 2, row_added, added_ptr)
+                end_add(p, sums, dq_ring, position - 2, row_written)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 probs, capped = probabilities(p, s, 0, shifts, q_ring, position, s_layout)
                 q_ring.release(position)
@@ -213,20 +164,18 @@ def value_loop(
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=has)
                 if has:
-                    begin_add(p, 0, SUMS_ROWS, dq, sums, dq_ring, position - 1, sums_row, added_ptr, rank)
-                rank = rank_of(ranks_ptr, rank_at)
-                rank_at += 1
-                row_added = sums_row
+                    begin_add(p, dq, sums, dq_ring, position - 1, sums_row)
+                row_written = sums_row
                 sums_row = ((head + i) * p.row_blocks + block) * SUMS_ROWS
                 has = True
                 position += 1
-        end_add(p, 0, SUMS_ROWS, sums, dq_ring, position - 2, row_added, added_ptr)
+        end_add(p, sums, dq_ring, position - 2, row_written)
         ds_ring.await_full(position - 1)
         dq = dq_product(0, dq_zero, ds_ring, position - 1, k_ring, tile)
         dv, dq = wait_for(dv, dq)
         ds_ring.release(position - 1)
-        begin_add(p, 0, SUMS_ROWS, dq, sums, dq_ring, position - 1, sums_row, added_ptr, rank)
-        end_add(p, 0, SUMS_ROWS, sums, dq_ring, position - 1, sums_row, added_ptr)
+        begin_add(p, dq, sums, dq_ring, position - 1, sums_row)
+        end_add(p, sums, dq_ring, position - 1, sums_row)
         pass_turn(0, 2)  # the second may write over K, as this one over V, with whose last dP it is done
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_keys(dv_desc, v_ring, tile, dv, 1.0, batch, key, head_k)
@@ -238,8 +187,7 @@ def value_loop(
 
 @gluon.jit
 def key_loop(
-    DQ_PARTS: gl.constexpr, p, dk_desc, sums, added_ptr, ranks_ptr,
-    q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring, deltas,
+    DQ_PARTS: gl.constexpr, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring, deltas
 ):  # fmt: skip
     """The second warpgroup: dS, dK, and the other parts of dQ."""
     DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
@@ -258,9 +206,8 @@ def key_loop(
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         v_ring.await_full(tile)
-        rank_at = first_rank(p, entry)
         has = False
-        row_added = -1  # of the step whose dQ was added last, or lies in the buffer, if any
+        row_written = -1  # of the step whose dQ lies in the buffer, if any
         for i in range(p.group):
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
@@ -268,8 +215,7 @@ def key_loop(
                 dout_ring.await_full(position)
                 start = row_numbers(deltas, dout_ring, position, 0, s_layout)
                 dp = over_parts(0, 0, anew(tile), position, v_ring, dout_ring, start, True)
-                end_add(p, 1, SUMS_ROWS, sums, dq_ring, position - 1, row_added, added_ptr)
-                rank = rank_of(ranks_ptr, rank_at)
+                end_add(p, sums, dq_ring, position - 1, row_written)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)
@@ -288,12 +234,11 @@ def key_loop(
                 dk, dq = wait_for(dk, dq)
                 q_ring.release(position)
                 ds_ring.release(position)
-                row_added = block * SUMS_ROWS + FIRST_ROW
-                begin_add(p, 1, SUMS_ROWS, dq, sums, dq_ring, position, row_added, added_ptr, rank)
-                rank_at += 1
+                row_written = block * SUMS_ROWS + FIRST_ROW
+                begin_add(p, dq, sums, dq_ring, position, row_written)
                 has = True
                 position += 1
-        end_add(p, 1, SUMS_ROWS, sums, dq_ring, position - 1, row_added, added_ptr)
+        end_add(p, sums, dq_ring, position - 1, row_written)
         take_turn(1)
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_keys(dk_desc, k_ring, tile, dk, p.softmax_scale, batch, key, head_k)
@@ -312,8 +257,8 @@ def wide_backward_kernel(
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     DQ_PARTS: gl.constexpr, DQ_BUFFER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`; in order, where
-    dQ has a buffer, two in `add_loop`, one in `count_loop`.
+    """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`; in order, two in
+    `add_loop`.
 
     sums: a descriptor where dQ has a buffer, else a pointer. added, ranks: as in `backward_kernel`.
     """
@@ -334,26 +279,23 @@ def wide_backward_kernel(
     else:
         dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
     # tuples inline: bound to a name they lose their constexprs
-    if not (p.ORDERED and DQ_BUFFER):
+    if not p.ORDERED:
         gl.warp_specialize([
-            (value_loop, (DQ_PARTS, p, dv_desc, sums, added_ptr, ranks_ptr,
+            (value_loop, (DQ_PARTS, p, dv_desc, sums,
                           q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
-            (key_loop, (DQ_PARTS, p, dk_desc, sums, added_ptr, ranks_ptr,
+            (key_loop, (DQ_PARTS, p, dk_desc, sums,
                         q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
-        arrivals_0, arrivals_1 = make_arrivals(dq_ring_0), make_arrivals(dq_ring_1)
         gl.warp_specialize([
-            (value_loop, (DQ_PARTS, p, dv_desc, sums, added_ptr, ranks_ptr,
+            (value_loop, (DQ_PARTS, p, dv_desc, sums,
                           q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
-            (key_loop, (DQ_PARTS, p, dk_desc, sums, added_ptr, ranks_ptr,
+            (key_loop, (DQ_PARTS, p, dk_desc, sums,
                         q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
-            (count_loop, (p, q_ring, arrivals_0, arrivals_1, added_ptr)),
-        ], [4, 1, 1, 1, 1],
-            [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+            (add_loop, (0, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
+        ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
