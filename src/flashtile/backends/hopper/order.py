@@ -18,8 +18,8 @@ from ...spec import AttentionSpec
 from .config import BackwardTiles
 from .schedule import BACKWARD_TILE_COST, Tile, assign, backward_head_bytes, query_blocks, tile_costs, turn_of
 
-# What the heads of all teams may take where small teams are preferred. What order costs on an H200, causal: D 64 at 1k by
-# 64 teams of 2 programs, 50 MB, 10 %, by 32 of 4 15 %; D 128 at 2k by 64 of 2, 201 MB, 30 %, by 16 of 8, 50 MB, 8 %.
+# What the heads of all teams may take where small teams are preferred. What order costs on an H200, causal: D 64 at 1k
+# by 64 teams of 2 programs, 50 MB, 10 %, by 32 of 4 15 %; D 128 at 2k by 64 of 2, 201 MB, 30 %, by 16 of 8, 50 MB, 8 %.
 TEAMS_BYTES = 80_000_000
 MAX_RANKS = 1 << 24  # in a table of 32 MB, which the host makes in some seconds
 
