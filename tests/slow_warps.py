@@ -42,6 +42,7 @@ def dawdle():
     )
 '''
 PROCESSES = 3  # whose kernels the GPU interrupts for one another
+LONGEST = 600  # seconds, after which a process waits for what does not come
 CHECKED = "checked\n"
 BEFORE = r"mbarrier\.arrive\(|meet\(|fence_async_shared\(\)|tma\.store_wait\("
 BEHIND = r"mbarrier\.wait\(|meet\(|fence_async_shared\(\)"
@@ -104,7 +105,17 @@ def run(dims: tuple[int, int]) -> list[str]:
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for _ in range(PROCESSES)
         ]
-        return [out if out == CHECKED else out + err for out, err in (process.communicate() for process in running)]
+        return [said(process) for process in running]
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """What it prints, with its errors unless it only checked; or that it has not ended."""
+    try:
+        out, err = process.communicate(timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"not done after {LONGEST} s"
+    return out if out == CHECKED else out + err
 
 
 def main() -> None:
