@@ -104,7 +104,8 @@ def add_product(sums, left, ring, position, has, row: gl.constexpr = 0):
     nothing."""
     DIM: gl.constexpr = ring.buffers.shape[-1] * ring.parts
     for part in gl.static_range(len(sums)):
-        position = anew(position)
+        if len(sums) > 1:
+            position = anew(position)
         x = columns(ring, position, part * ring.width, width_of(part, ring.width, DIM)).slice(row, left.shape[1])
         sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
     return sums
