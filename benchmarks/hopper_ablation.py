@@ -60,7 +60,7 @@ OVERLAP = [  # O += P V is waited for before the softmax, not after it
 END_OF_TILE = """
         v_ring.await_full(position - 1)
         pv = unpack(probs, out_desc.dtype, p_layout)
-        o = add_product(o, pv, v_ring, position - 1, has_o)
+        o = add_values(o, pv, v_ring, position - 1, has_o)
         o = product_wait(o)
         v_ring.release(position - 1)
         finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
@@ -68,7 +68,7 @@ END_OF_TILE = """
 FLAT_LOOP = [  # the last O += P V of a tile and its epilogue come before the next tile is begun
     ("""        v_ring.await_full(position - 1 - tail, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
-        o = add_product(o, pv, v_ring, position - 1 - tail, has_o)
+        o = add_values(o, pv, v_ring, position - 1 - tail, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(len(o), deps=(s,))
 """, """        pass_turn(warpgroup, p.WARPGROUPS)
