@@ -114,6 +114,7 @@ def said(process: subprocess.Popen[str]) -> str:
         out, err = process.communicate(timeout=LONGEST)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.communicate()
         return f"not done after {LONGEST} s"
     return out if out == CHECKED else out + err
 

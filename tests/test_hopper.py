@@ -95,9 +95,9 @@ def steps(case, n_block, turn, tile_m):
     return [(head, int(block)) for head in range(case.group) for block in visits(first, end, turn)]
 
 
-def finished(case, keys, tile_m, add_time):
-    """When the last program is done if a step and the end of a tile take 1 each, and an add that long: dQ of a step may
-    wait to be added while the next is computed."""
+def finished(case, keys, tile_m, add_time, known_after=0.0):
+    """When the last program is done if a step and the end of a tile take 1 each, and an add that long, which the next
+    knows of so much later: dQ of a step may wait to be added while the next is computed."""
     lists, turns, ranks = order(case, keys, tile_m, PROGRAMS)
     added = {}  # (key head, query head and block, rank): when
 
@@ -109,7 +109,7 @@ def finished(case, keys, tile_m, add_time):
                 while rank and (head, at, rank - 1) not in added:
                     yield
                 computed = max(computed + 1, adding)
-                adding = max(computed, done, added.get((head, at, rank - 1), 0.0))
+                adding = max(computed, done, added.get((head, at, rank - 1), -known_after) + known_after)
                 added[head, at, rank] = done = adding + add_time
             computed += BACKWARD_TILE_COST
         ends.append(computed)
@@ -123,33 +123,37 @@ def finished(case, keys, tile_m, add_time):
     return max(ends)
 
 
-@pytest.mark.parametrize("add_time", [0.5, 0.9])
+@pytest.mark.parametrize(("add_time", "known_after"), [(0.5, 0.0), (0.9, 0.0), (0.6, 0.3)])
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096])
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
 @pytest.mark.parametrize("tile_m", [64, 128])
-def test_the_order_takes_hardly_longer(seqlen, right, tile_m, add_time):
+def test_the_order_takes_hardly_longer(seqlen, right, tile_m, add_time, known_after):
     case = spec((seqlen, seqlen), (16, 16), (128, 128), BF16, batch=16384 // seqlen, right=right)
     cost = tile_costs(case, 128, tile_m)
     lists = backward_schedule(case, 128, tile_m, PROGRAMS)
     without = max(sum(cost[n_block] for _, n_block in tiles) for tiles in lists)
-    assert finished(case, 128, tile_m, add_time) <= 1.05 * without
+    assert finished(case, 128, tile_m, add_time, known_after) <= 1.05 * without
 
 
-@pytest.mark.parametrize(("right", "seqlen", "teams"), [(0, 512, 64), (0, 2048, 32), (0, 8192, 8), (-1, 2048, 8)])
+@pytest.mark.parametrize(("right", "seqlen", "teams"), [(0, 512, 128), (0, 2048, 32), (0, 8192, 8), (-1, 2048, 8)])
 def test_teams_are_small_where_tiles_differ_and_their_heads_fit_in_the_cache(right, seqlen, teams):
     case = spec((seqlen, seqlen), (32, 32), (64, 64), BF16, batch=16384 // seqlen, right=right)
     assert team(case, tile_costs(case, 128, 128), PROGRAMS)[0] == teams
 
 
 @given(st.integers(1, 300), st.integers(1, PROGRAMS))
-def test_blocks_gone_through_at_a_time_lie_apart(blocks, programs):
+def test_programs_of_a_team_share_out_all_blocks(blocks, programs):
     found = apart(blocks, programs)
     assert len(found) <= programs
     assert all(found)
     assert sorted(block for of in found for block in of) == list(range(blocks))
-    if len({len(of) for of in found}) == 1:  # else programs get out of step
-        for at_a_time in map(sorted, zip(*found, strict=True)):
-            assert all(later - block >= 2 for block, later in pairwise(at_a_time))
+
+
+@given(st.integers(1, PROGRAMS), st.integers(1, 4))
+def test_blocks_gone_through_at_a_time_lie_apart(programs, pairs):
+    for at_a_time in map(sorted, zip(*apart(2 * pairs * programs, programs), strict=True)):
+        assert len(at_a_time) == programs
+        assert all(later - block >= 2 * pairs - 1 for block, later in pairwise(at_a_time))
 
 
 @given(lengths, lengths, windows, windows, st.sampled_from([64, 128]))

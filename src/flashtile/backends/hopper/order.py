@@ -22,8 +22,8 @@ from .schedule import BACKWARD_TILE_COST, Tile, assign, backward_head_bytes, que
 # What the heads of all teams may take where small teams are preferred. What order costs on an H200, causal: D 64 at 1k
 # by 64 teams of 2 programs, 50 MB, 10 %, by 32 of 4 15 %; D 128 at 2k by 64 of 2, 201 MB, 30 %, by 16 of 8, 50 MB, 8 %.
 TEAMS_BYTES = 80_000_000
-# What waits add where tiles differ in length and those that lie side by side are gone through at a time: 0 to 20 % if
-# an add takes 0.6 of a step and is known 0.3 later. D 64, S = 2k, by 16 teams of 8: 13 %, on an H200 about as much.
+# About what waits add where tiles differ in length and those side by side are gone through at a time: 0 to 20 % of it
+# all if an add takes 0.6 of a step and is known 0.3 later (`order_by_model` in hopper-runs-h200.json).
 SIDE_BY_SIDE = 1.1
 MAX_RANKS = 1 << 24  # in a table of 32 MB, which the host makes in some seconds
 
@@ -41,19 +41,19 @@ def team(spec: AttentionSpec, cost: list[float], programs: int) -> tuple[int, li
     alike = min(cost) == max(cost)
     fitting = 0 if alike else TEAMS_BYTES // backward_head_bytes(spec)
 
-    def candidates() -> Iterator[tuple[float, float, int, list[list[int]]]]:
+    def candidates() -> Iterator[tuple[float, int, list[list[int]]]]:
         for teams in range(1, min(heads, programs) + 1):
-            size = programs // teams
-            by_length = [[block for _, block in tiles] for tiles in assign(cost, [range(1)], size)]
-            found = [(1.0 if alike else SIDE_BY_SIDE, by_length)]
+            by_length = assign(cost, [range(1)], programs // teams)
+            yield 1.0 if alike else SIDE_BY_SIDE, teams, [[block for _, block in tiles] for tiles in by_length]
             if not alike:
-                found.append((1.0, apart(len(cost), size)))
-            for waits, blocks_of in found:
-                longest = max(sum(cost[block] for block in blocks) for blocks in blocks_of)
-                preferred = max(len(blocks_of), 2) if teams <= fitting else math.inf  # one takes 1 % longer than two
-                yield waits * -(-heads // teams) * longest, preferred, teams, blocks_of
+                yield 1.0, teams, apart(len(cost), programs // teams)
 
-    *_, teams, blocks_of = min(candidates(), key=lambda candidate: candidate[:2])
+    def time_and_size(candidate: tuple[float, int, list[list[int]]]) -> tuple[float, float]:
+        waits, teams, blocks_of = candidate
+        longest = max(sum(cost[block] for block in blocks) for blocks in blocks_of)
+        return waits * -(-heads // teams) * longest, len(blocks_of) if teams <= fitting else math.inf
+
+    _, teams, blocks_of = min(candidates(), key=time_and_size)
     return teams, blocks_of
 
 
