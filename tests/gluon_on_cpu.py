@@ -348,12 +348,12 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
         pointer, count = arguments
         wait_until(lambda: pointer.tensor[pointer.at] == count)
     elif "cp.async.bulk.wait_group 0;" in text:
-        assert "red.release" in text
-        (pointer,) = arguments
         wait_until(lambda: all(store.done for store in HERE.stores))
         HERE.stores.clear()
+    elif "fence.acq_rel.gpu;" in text:
         with LOCK:
-            pointer.tensor[pointer.at] += 1
+            for pointer, count in zip(arguments[::2], arguments[1::2], strict=True):
+                pointer.tensor[pointer.at] += int(count)
             LOCK.notify_all()
     elif text.startswith("mov.b32 $0, $1;"):
         return arguments[0]

@@ -257,7 +257,7 @@ def test_hopper_backward_configs_compile_and_fit(mask, dims):
         assert not usage.spills, usage  # outside the loops neither
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192)])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
 def test_hopper_backward_in_order_keeps_its_products_in_flight(dims):
     case = replace(spec((4096, 4096), (16, 16), dims, BF16, right=0), deterministic=True)
     usage, compiled = compile_hopper_backward(case)

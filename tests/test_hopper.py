@@ -289,7 +289,6 @@ def test_query_heads_of_a_group_share_a_tile_where_queries_are_short(seqlen_q, h
 def test_what_of_the_backward_pass_goes_elsewhere():
     case = spec(dims=(128, 256), dtype=BF16)
     assert leaves_backward(case) is None
-    assert "order" in leaves_backward(replace(case, deterministic=True))
     assert leaves_backward(replace(case, head_dim_v=128, deterministic=True)) is None
     assert "table" in leaves_backward(
         replace(case, seqlen_q=1 << 20, seqlen_k=1 << 20, head_dim_v=64, deterministic=True)
@@ -395,7 +394,7 @@ def test_a_thousand_repeats_give_the_same_bits(dim, busy):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside another stream"])
 def test_a_thousand_deterministic_repeats_give_the_same_bits(dim, right, busy):

@@ -102,7 +102,7 @@ def test_gradients_are_right_whatever_comes_first(name, programs):
     assert wrong(case, inputs, gradients) == []
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if config.choose_backward(case).dq_buffer])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("programs", [2, 5])
 def test_in_order_gradients_are_right_and_the_same_bits_whatever_comes_first(name, programs):
     case = replace(CASES[name], deterministic=True)

@@ -36,9 +36,11 @@ from .backward_problem import (
     Problem,
     add_loop,
     begin_scores,
+    count_loop,
     first_dq_part,
     first_step,
     load_loop,
+    make_signals,
     make_dq_rings,
     mask,
     over_parts,
@@ -243,7 +245,8 @@ def backward_kernel(
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     DQ_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`.
+    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`,
+    one in `count_loop`.
 
     added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py. Or None: tiles add in any order.
     """
@@ -271,6 +274,7 @@ def backward_kernel(
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
+        arrivals_0, arrivals_1 = make_signals(dq_ring_0), make_signals(dq_ring_1)
         gl.warp_specialize([
             (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
@@ -278,6 +282,10 @@ def backward_kernel(
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, WARPGROUPS * KEYS, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, WARPGROUPS * KEYS, DQ_PARTS, p, sums_desc, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
-        ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+            (add_loop, (0, DQ_PARTS, p, sums_desc,
+                        q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, DQ_PARTS, p, sums_desc,
+                        q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
+            (count_loop, (0, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
+        ], [4, 1, 1, 1, 1],
+            [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -64,13 +64,17 @@ def ordered(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> 
 
 def table(spec: AttentionSpec, tiles: config.BackwardTiles, lists: list[list[Tile]], turns: list[int]) -> Tensor:
     """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles."""
-    fields = [tile_fields(spec, n_block, tiles.keys, tiles.tile_m, turn) for n_block, turn in enumerate(turns)]
+    n_blocks, n_steps = -(-spec.seqlen_k // tiles.keys), spec.group * row_blocks(spec, tiles)
+    fields = [
+        tile_fields(spec, place % n_blocks, tiles.keys, tiles.tile_m, turn, place * n_steps)
+        for place, turn in enumerate(turns)
+    ]
     width = FIELDS.value
     padding = [0] * (width - 2 - len(fields[0]))
-    of_block = [field + padding for field in fields]
+    of_place = [field + padding for field in fields]
     found = torch.zeros(len(lists), 1 + max(map(len, lists)), width, dtype=torch.int32)
     for program, tiles_of in enumerate(lists):
-        rows = [[*divmod(head, spec.heads_k), *of_block[block]] for head, block in tiles_of]
+        rows = [[*divmod(head, spec.heads_k), *of_place[place]] for head, place in tiles_of]
         found[program, 0, 0] = len(rows)
         found[program, 1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.int32)
     return found

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import load_parts, load_slot, make_ring
+from .channel import load_parts, load_slot, make_ring, ring_of
 from .compat import add_async, aggregate, load_async
 from .tile import columns, halves, parts_of, tanh, width_of
 
@@ -35,6 +35,7 @@ KEYS_HERE = gl.constexpr(7)  # keys from its first to the end of K
 RIGHT_EDGE = gl.constexpr(8)  # the first and the last query that see its first key
 LEFT_EDGE = gl.constexpr(9)
 TURN = gl.constexpr(10)  # blocks past the first at which the tile begins; or -(first + end): it goes backwards
+RANKS = gl.constexpr(11)  # where its ranks begin, if tiles add to dQ in order
 FIELDS = gl.constexpr(16)
 
 
@@ -173,6 +174,13 @@ def make_dq_rings(p, sums_desc, DQ_PARTS: gl.constexpr):
 
 
 @gluon.jit
+def make_signals(ring):
+    """A ring of steps of which one warp, or warpgroup, tells another. Buffers it has none: those of `ring` are not
+    used."""
+    return ring_of(ring.buffers, 2, 1, 1, 1)
+
+
+@gluon.jit
 def by_thread(dq):
     """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
     D: gl.constexpr = dq.shape[1]
@@ -203,12 +211,12 @@ def send_dq(p, sums_desc, ring, position, row):
     """Adds the parts of dQ that lie in the buffers to the sums, or leaves that to `add_loop`.
 
     Called a step after `put_dq`: a fence right after the writes would wait for them. In order called at once, as other
-    tiles wait.
+    tiles wait; the fence is then `add_loop`'s.
     """
-    fence_async_shared()
     if p.ORDERED:
         ring.fill(position)
     else:
+        fence_async_shared()
         add_parts(sums_desc, ring, position, row)
 
 
@@ -235,25 +243,33 @@ def await_added(added_ptr, tiles):
 
 
 @gluon.jit
-def count_added(added_ptr):
-    """Waits until what this warp added to a block of dQ is there, not only read, and says so."""
+def arrived():
+    """Waits until what this warp added is there, not only read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def count_added(first_ptr, first, second_ptr, second):
+    """Says that what this warp knows of has been added to two blocks of dQ, so often (0 or 1). One fence for both: it
+    waits for all that the multiprocessor has under way in memory, which takes a fifth of a step and more."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one;
-        cp.async.bulk.wait_group 0;
-        bar.warp.sync 0xffffffff;
         elect.sync _|one, 0xffffffff;
-        @one red.release.gpu.global.add.u32 [$1], 1;
+        @one fence.acq_rel.gpu;
+        @one red.relaxed.gpu.global.add.u32 [$1], $2;
+        @one red.relaxed.gpu.global.add.u32 [$3], $4;
         mov.b32 $0, 0;
         }""",
-        "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r,l,r", [first_ptr, first, second_ptr, second], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def add_loop(
-    warpgroup: gl.constexpr, TILE_N: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring,
-    added_ptr, ranks_ptr,
+    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring, arrivals, added_ptr, ranks_ptr
 ):  # fmt: skip
     """The warp that adds a warpgroup's parts of dQ of every step to the sums, in the order of the ranks: line 15.
 
@@ -266,21 +282,75 @@ def add_loop(
     for _ in range(n_tiles):
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        of_step = ranks_ptr + gl.load(entry + KEY) // TILE_N * p.group * p.row_blocks
+        of_step = ranks_ptr + gl.load(entry + RANKS)
         rank = gl.load(of_step)
         for i in range(p.group):
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                at = block * WARPGROUPS + warpgroup
-                await_added(added_ptr + at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
+                at = added_ptr + (block * WARPGROUPS + warpgroup)
+                await_added(at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
                 dq_ring.await_full(position)
+                fence_async_shared()
                 add_parts(sums_desc, dq_ring, position, (block * DQ_PARTS + FIRST_PART) * SUMS_ROWS)
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(position)
                 of_step += 1
                 rank = gl.load(of_step)  # of the next step, before it is needed
-                count_added(added_ptr + at)
+                arrivals.await_empty(position)
+                arrived()
+                arrivals.fill(position)
                 position += 1
+        entry += FIELDS
+
+
+@gluon.jit
+def look_loop(warpgroup: gl.constexpr, p, q_ring, turns, added_ptr, ranks_ptr):
+    """The warp that tells a warpgroup, which adds dQ of every step from its registers, that it is its turn."""
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
+    for _ in range(n_tiles):
+        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
+        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+        of_step = ranks_ptr + gl.load(entry + RANKS)
+        for i in range(p.group):
+            for j in range(first, end):
+                block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
+                await_added(added_ptr + (block * WARPGROUPS + warpgroup), gl.load(of_step).to(gl.int32))
+                turns.await_empty(position)
+                turns.fill(position)
+                of_step += 1
+                position += 1
+        entry += FIELDS
+
+
+@gluon.jit
+def count_loop(LAG: gl.constexpr, p, q_ring, arrivals_0, arrivals_1, added_ptr):
+    """The warp that counts what both warpgroups have added, the first so many steps later than the second, so that
+    those who add go on. Not across tiles: in the order of the ranks no count waits for one that waits for it."""
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
+    for _ in range(n_tiles):
+        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
+        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+        before = added_ptr
+        has = gl.to_tensor(1 - LAG)
+        for i in range(p.group):
+            for j in range(first, end):
+                at = added_ptr + ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS
+                if LAG == 0:
+                    before = at
+                arrivals_0.await_full(position - LAG, pred=has > 0)
+                arrivals_1.await_full(position)
+                count_added(before, has, at + 1, 1)
+                arrivals_0.release(position - LAG, pred=has > 0)
+                arrivals_1.release(position)
+                before = at
+                has = gl.to_tensor(1)
+                position += 1
+        if LAG == 1:
+            arrivals_0.await_full(position - 1)
+            count_added(before, 1, before, 0)
+            arrivals_0.release(position - 1)
         entry += FIELDS
 
 

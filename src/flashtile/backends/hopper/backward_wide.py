@@ -32,14 +32,18 @@ from .backward_problem import (
     KEYS,
     SUMS_WIDTH,
     TURN,
+    WARPGROUPS,
     Problem,
     add_loop,
     begin_scores,
     by_thread,
+    count_loop,
     first_dq_part,
     first_step,
     load_loop,
+    look_loop,
     make_dq_rings,
+    make_signals,
     mask,
     over_parts,
     probabilities,
@@ -50,7 +54,7 @@ from .backward_problem import (
 )
 from .channel import anew, make_ring, ring_of
 from .compat import store_async
-from .tile import add_product, columns, matrix, pass_turn, take_turn, zeros
+from .tile import add_product, columns, matrix, meet, pass_turn, take_turn, zeros
 
 
 @gluon.jit
@@ -71,12 +75,19 @@ def add_from_registers(dq, dq_ptr):
 
 
 @gluon.jit
-def begin_add(p, dq, sums, ring, position, row):
+def begin_add(p, warpgroup: gl.constexpr, dq, sums, ring, turns, arrivals, position, row):
     """Line 15: adds parts of dQ to the sums, from a row on, or leaves them in the ring to `end_add`, a step later."""
     if ring is None:
+        if p.ORDERED:
+            turns.await_full(position)
+            turns.release(position)
         SIZE: gl.constexpr = dq[0].shape[0] * dq[0].shape[1]
         for part in gl.static_range(len(dq)):
             add_from_registers(dq[part], sums + (row.to(gl.int64) * SUMS_WIDTH + part * SIZE))
+        if p.ORDERED:
+            arrivals.await_empty(position)
+            meet(WARPGROUPS + warpgroup, 128)
+            arrivals.fill(position)
     else:
         put_dq(p, dq, ring, position)
 
@@ -114,7 +125,8 @@ def store_keys(desc, ring, tile, sums, scale, batch, key, head):
 
 @gluon.jit
 def value_loop(
-    DQ_PARTS: gl.constexpr, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring, shifts
+    DQ_PARTS: gl.constexpr, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring,
+    turns, arrivals, shifts,
 ):  # fmt: skip
     """The first warpgroup: P, dV, and the first parts of dQ, the greater half."""
     DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
@@ -164,7 +176,7 @@ def value_loop(
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=has)
                 if has:
-                    begin_add(p, dq, sums, dq_ring, position - 1, sums_row)
+                    begin_add(p, 0, dq, sums, dq_ring, turns, arrivals, position - 1, sums_row)
                 row_written = sums_row
                 sums_row = ((head + i) * p.row_blocks + block) * SUMS_ROWS
                 has = True
@@ -174,7 +186,7 @@ def value_loop(
         dq = dq_product(0, dq_zero, ds_ring, position - 1, k_ring, tile)
         dv, dq = wait_for(dv, dq)
         ds_ring.release(position - 1)
-        begin_add(p, dq, sums, dq_ring, position - 1, sums_row)
+        begin_add(p, 0, dq, sums, dq_ring, turns, arrivals, position - 1, sums_row)
         end_add(p, sums, dq_ring, position - 1, sums_row)
         pass_turn(0, 2)  # the second may write over K, as this one over V, with whose last dP it is done
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
@@ -187,7 +199,8 @@ def value_loop(
 
 @gluon.jit
 def key_loop(
-    DQ_PARTS: gl.constexpr, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring, deltas
+    DQ_PARTS: gl.constexpr, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring,
+    turns, arrivals, deltas,
 ):  # fmt: skip
     """The second warpgroup: dS, dK, and the other parts of dQ."""
     DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
@@ -235,7 +248,7 @@ def key_loop(
                 q_ring.release(position)
                 ds_ring.release(position)
                 row_written = block * SUMS_ROWS + FIRST_ROW
-                begin_add(p, dq, sums, dq_ring, position, row_written)
+                begin_add(p, 1, dq, sums, dq_ring, turns, arrivals, position, row_written)
                 has = True
                 position += 1
         end_add(p, sums, dq_ring, position - 1, row_written)
@@ -273,29 +286,49 @@ def wide_backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [1, KEYS, TILE_M], ds_layout), 1, 1, 1, 1)
     ds_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], ds_layout), 2, 1, 1, 2)
-    if not DQ_BUFFER:
-        dq_ring_0: gl.constexpr = None
-        dq_ring_1: gl.constexpr = None
-    else:
-        dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
+    none: gl.constexpr = None
     # tuples inline: bound to a name they lose their constexprs
     if not p.ORDERED:
+        if DQ_BUFFER:
+            dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
+        else:
+            dq_ring_0: gl.constexpr = None
+            dq_ring_1: gl.constexpr = None
         gl.warp_specialize([
             (value_loop, (DQ_PARTS, p, dv_desc, sums,
-                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
+                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, none, none, shifts)),
             (key_loop, (DQ_PARTS, p, dk_desc, sums,
-                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
+                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, none, none, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    else:
+    elif DQ_BUFFER:
+        dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
+        arrivals_0, arrivals_1 = make_signals(q_ring), make_signals(q_ring)
         gl.warp_specialize([
             (value_loop, (DQ_PARTS, p, dv_desc, sums,
-                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, shifts)),
+                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, none, none, shifts)),
             (key_loop, (DQ_PARTS, p, dk_desc, sums,
-                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, deltas)),
+                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, none, none, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, KEYS, DQ_PARTS, p, sums, q_ring, dq_ring_1, added_ptr, ranks_ptr)),
-        ], [4, 1, 1, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+            (add_loop, (0, DQ_PARTS, p, sums, q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, DQ_PARTS, p, sums, q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
+            (count_loop, (1, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
+        ], [4, 1, 1, 1, 1],
+            [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        turns_0, turns_1 = make_signals(q_ring), make_signals(q_ring)
+        arrivals_0, arrivals_1 = make_signals(q_ring), make_signals(q_ring)
+        gl.warp_specialize([
+            (value_loop, (DQ_PARTS, p, dv_desc, sums,
+                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, none, turns_0, arrivals_0, shifts)),
+            (key_loop, (DQ_PARTS, p, dk_desc, sums,
+                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, none, turns_1, arrivals_1, deltas)),
+            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+            (look_loop, (0, p, q_ring, turns_0, added_ptr, ranks_ptr)),
+            (look_loop, (1, p, q_ring, turns_1, added_ptr, ranks_ptr)),
+            (count_loop, (1, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
+        ], [4, 1, 1, 1, 1],
+            [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

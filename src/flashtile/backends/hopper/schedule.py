@@ -151,9 +151,9 @@ def turn_of(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, backwards
     return n_block * (end - first) * keys // spec.seqlen_k % (end - first)
 
 
-def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, turn: int) -> list[int]:
+def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, turn: int, ranks: int) -> list[int]:
     """What `backward_kernel` reads of a tile after its batch and head, in its order."""
     key = n_block * keys
     left, right = max(spec.window_left, 0), max(spec.window_right, 0)
     edges = (spec.seqlen_k - key, key - spec.offset - right, key - spec.offset + left)
-    return [key, *query_blocks(spec, n_block, keys, tile_m), *edges, turn]
+    return [key, *query_blocks(spec, n_block, keys, tile_m), *edges, turn, ranks]
