@@ -5,14 +5,15 @@ to a block of dQ in the order in which they would come to it if the programs of 
 them waits. As a program adds in that order too, the first add that is missing waits for no other: one program can
 always go on, if all run at the same time; the launch asks for that.
 
-Where tiles differ in length a team goes through its heads in pairs: through the first with every program's tiles from
-their first query on, through the second with those of the program opposite, from their last query back. So all programs
-have as much to do, and no two meet at a block of dQ, as they would if one went back while others still go on.
+Where tiles differ in length a team goes through two heads at a time: each of its programs takes a tile of the first from
+its first query on, then one of the second from its last query back, that of the program opposite. Both together are as
+long for all programs, and at no block of dQ do two meet, as they would if some went back where others go on.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,16 @@ from ...spec import AttentionSpec
 from .config import BackwardTiles
 from .schedule import BACKWARD_TILE_COST, Tile, backward_head_bytes, query_blocks, tile_costs, turn_of
 
-# An add is known to the next tile 1 to 1.35 steps after it might have begun: those gone through at a time come to a
-# block of dQ two steps apart. One step apart cost 1.01 to 1.35 on an H200 (`counts_by_a_warp_backward`).
+# An add is known to the next tile 1 to 1.6 steps after it might have begun. So tiles gone through at a time come to a
+# block of dQ two steps apart; one step apart D 192 took 1.3 as long on an H200, D 256 1.15.
 STEPS_APART = 2
 TOO_CLOSE = 1.2
-# What the heads of all teams may take of the cache: by twice as much it takes 1.3 to 1.5 as long at D 256.
+# What heads that are gone through at a time may take of the cache: D 256 took 1.3 to 1.5 as long with twice as much.
 CACHE_BYTES = 55_000_000
 PAST_CACHE = 0.4
+# By so much longer it takes for each byte of the heads of all teams, as what a team reads serves few programs: D 96 at
+# 8k took 1.09 of the default's time by 21 teams, 198 MB, 0.95 by 6, 57 MB.
+SMALL_TEAMS = 1e-9
 MAX_RANKS = 1 << 24  # in a table of 32 MB, which the host makes in some seconds
 
 
@@ -47,49 +51,51 @@ class Team(NamedTuple):
     stride: int
 
     def tiles(self, blocks: int, program: int, way: int) -> list[tuple[int, bool]]:
-        """(key block, whether backwards) of a program: in way 0 forwards, in way 1 backwards and opposite, in way 2 in
-        turns as in the one and in the other."""
+        """(key block, whether backwards) of a program: in way 0 forwards, in way 1 backwards and of the program
+        opposite, in way 2 by turns as in the one and in the other."""
         found = []
         for i in range(self.stride * -(-blocks // (self.stride * self.size))):
             back = way == 1 or (way == 2 and i % 2 == 1)
-            of_round, side = divmod(i, self.stride)
+            span, side = divmod(i, self.stride)
             place = self.size - 1 - program if back else program
-            found.append(((of_round * self.size + place) * self.stride + side, back))
+            found.append(((span * self.size + place) * self.stride + side, back))
         return [(block, back) for block, back in found if block < blocks]
 
-    def ways(self, heads: int, alike: bool) -> list[int]:
-        """How it goes through one head after the other."""
-        rounds = -(-heads // self.teams)
-        return [0 if alike else 2 if i == rounds - 1 and i % 2 == 0 else i % 2 for i in range(rounds)]
+    def walk(self, blocks: int, program: int, ways: tuple[int, ...]) -> list[tuple[int, int, int, bool]]:
+        """(which head, way, key block, whether backwards) of a program, tile by tile of heads gone through at a time in
+        these ways."""
+        of_heads = [[(i, way, *tile) for tile in self.tiles(blocks, program, way)] for i, way in enumerate(ways)]
+        return [tile for of_each in zip_longest(*of_heads) for tile in of_each if tile]
+
+    def rounds(self, heads: int, alike: bool) -> list[tuple[int, ...]]:
+        """The ways to go through heads at a time, one after the other."""
+        count = -(-heads // self.teams)
+        return [(0,)] * count if alike else [(0, 1)] * (count // 2) + [(2,)] * (count % 2)
 
 
 def team(spec: AttentionSpec, cost: list[float], keys: int, tile_m: int, programs: int) -> Team:
-    """That which is done first, waits included; of those done at the same time, where tiles differ in length, the one
-    with the smallest teams that fits in the cache, else with the fewest."""
-    heads, head_bytes = spec.batch * spec.heads_k, backward_head_bytes(spec)
-    alike = min(cost) == max(cost)
-    apart = -(-STEPS_APART * tile_m // keys)
+    """That which is done first, what it waits for others and for memory included; else that with the fewest teams."""
+    heads, head_bytes, alike = spec.batch * spec.heads_k, backward_head_bytes(spec), min(cost) == max(cost)
+    apart = min(-(-STEPS_APART * tile_m // keys), len(cost))
 
-    def time_and_size(it: Team) -> tuple[float, float]:
-        def done(way: int) -> Tensor:
-            tiles = [it.tiles(len(cost), program, way) for program in range(it.size)]
-            return torch.tensor([sum(cost[block] for block, _ in of) for of in tiles])
+    def time(it: Team) -> float:
+        def longest(ways: tuple[int, ...]) -> float:
+            walks = (it.walk(len(cost), program, ways) for program in range(it.size))
+            return max(sum(cost[block] for *_, block, _ in walk) for walk in walks)
 
-        ways = it.ways(heads, alike)
-        time = float(sum(done(way) * ways.count(way) for way in set(ways)).max())
-        reach = 1.0 if alike else min(1.0, 2 * it.size * it.stride / len(cost))  # of a head, at a time
+        rounds = it.rounds(heads, alike)
+        reach = len(rounds[0]) * (1 if alike else min(1, it.size * it.stride / len(cost)))  # of heads, at a time
         past = max(0.0, it.teams * reach * head_bytes / CACHE_BYTES - 1)
-        time *= (1 + PAST_CACHE * past) * (TOO_CLOSE if it.stride < min(apart, len(cost)) else 1)
-        return time, it.size if not alike and it.teams * head_bytes <= CACHE_BYTES else math.inf
+        waits = (TOO_CLOSE if it.stride < apart else 1) * (1 + PAST_CACHE * past)
+        waits += SMALL_TEAMS * it.teams * head_bytes
+        return waits * sum(rounds.count(ways) * longest(ways) for ways in set(rounds))
 
-    return min(
-        (
-            Team(teams, min(programs // teams, -(-len(cost) // stride)), stride)
-            for teams in range(1, min(heads, programs) + 1)
-            for stride in range(1, apart + 1)
-        ),
-        key=time_and_size,
+    candidates = (
+        Team(teams, min(programs // teams, -(-len(cost) // stride)), stride)
+        for teams in range(1, min(heads, programs) + 1)
+        for stride in range(1, apart + 1)
     )
+    return min(candidates, key=time)
 
 
 def visits(first: int, end: int, turn: int) -> Tensor:
@@ -104,35 +110,36 @@ def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
     cost = tile_costs(spec, keys, tile_m)
     blocks, heads, row_blocks = len(cost), spec.batch * spec.heads_k, -(-spec.seqlen_q // tile_m)
     it = team(spec, cost, keys, tile_m, programs)
-    ways = it.ways(heads, min(cost) == max(cost))
-    lists = [
-        [
-            (head, way * blocks + block)
-            for head, way in zip(range(start, heads, it.teams), ways, strict=False)
-            for block, _ in it.tiles(blocks, program, way)
-        ]
-        for start in range(it.teams)
-        for program in range(it.size)
-    ]
-    turns, steps_of = [0] * (max(ways) + 1) * blocks, [torch.empty(0)] * (max(ways) + 1) * blocks
-    when = torch.full((max(ways) + 1, blocks, spec.group * row_blocks), torch.inf, dtype=torch.float64)
+    rounds = it.rounds(heads, min(cost) == max(cost))
+
+    def tiles_of(start: int, program: int) -> Iterator[Tile]:
+        heads_left = iter(range(start, heads, it.teams))
+        for ways in rounds:
+            at_a_time = list(islice(heads_left, len(ways)))
+            for i, way, block, _ in it.walk(blocks, program, ways):
+                if i < len(at_a_time):
+                    yield at_a_time[i], way * blocks + block
+
+    lists = [list(tiles_of(start, program)) for start in range(it.teams) for program in range(it.size)]
+    ways = 1 + max(way for ways in rounds for way in ways)
+    turns, steps_of = [0] * (ways * blocks), [torch.empty(0)] * (ways * blocks)
+    when = torch.full((ways, blocks, spec.group * row_blocks), torch.inf, dtype=torch.float64)
     for program in range(it.size):
         steps = program / it.size  # at the same step one program after the other
-        for way in sorted(set(ways)):
-            for block, back in it.tiles(blocks, program, way):
-                first, end, *_ = query_blocks(spec, block, keys, tile_m)
-                at = way * blocks + block
-                turns[at] = turn_of(spec, block, keys, tile_m, back)
-                of_head = visits(first, end, turns[at])
-                steps_of[at] = torch.cat([of_head + head * row_blocks for head in range(spec.group)])
-                when[way, block, steps_of[at]] = steps + torch.arange(len(steps_of[at])).double()
-                steps += len(steps_of[at]) + BACKWARD_TILE_COST
+        for _, way, block, back in (tile for ways in sorted(set(rounds)) for tile in it.walk(blocks, program, ways)):
+            first, end, *_ = query_blocks(spec, block, keys, tile_m)
+            place = way * blocks + block
+            turns[place] = turn_of(spec, block, keys, tile_m, back)
+            of_head = visits(first, end, turns[place])
+            steps_of[place] = torch.cat([of_head + head * row_blocks for head in range(spec.group)])
+            when[way, block, steps_of[place]] = steps + torch.arange(len(steps_of[place])).double()
+            steps += len(steps_of[place]) + BACKWARD_TILE_COST
     by_time = when.argsort(dim=1, stable=True)
     places = torch.arange(blocks, dtype=torch.int16)[:, None].expand_as(by_time)
     by_block = torch.empty_like(by_time, dtype=torch.int16).scatter_(1, by_time, places).flatten(0, 1)
     ranks = torch.zeros(len(turns) + 1, when.shape[2], dtype=torch.int16)  # the step after the last is looked up too
-    for at, visited in enumerate(steps_of):
-        ranks[at, : len(visited)] = by_block[at, visited.long()]
+    for place, visited in enumerate(steps_of):
+        ranks[place, : len(visited)] = by_block[place, visited.long()]
     return Order(lists, turns, ranks)
 
 
