@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 import flashtile
 from flashtile import dispatch, flash_attn_func
 from flashtile.backends.hopper import config, leaves_backward, passes_on, refusal
-from flashtile.backends.hopper.order import apart, order, team, visits
+from flashtile.backends.hopper.order import Team, order, team, visits
 from flashtile.backends.hopper.schedule import (
     BACKWARD_TILE_COST,
     TILE_COST,
@@ -76,22 +77,26 @@ def test_every_tile_has_its_place_in_the_order(seqlen_q, seqlen_k, left, right, 
     lists, turns, ranks = order(case, 128, tile_m, PROGRAMS)
     assert len(lists) <= PROGRAMS
     assert all(lists)
-    n_blocks = len(turns)
-    tiles = [tile for program in lists for tile in program]
-    assert sorted(tiles) == [(head, n_block) for head in range(batch * heads[1]) for n_block in range(n_blocks)]
+    n_blocks = -(-seqlen_k // 128)
+    places = [(head, *divmod(place, n_blocks)) for program in lists for head, place in program]
+    every_tile = [(head, n_block) for head in range(batch * heads[1]) for n_block in range(n_blocks)]
+    assert sorted((head, n_block) for head, _, n_block in places) == every_tile
+    way_of = {head: way for head, way, _ in places}
+    assert all(way == way_of[head] for head, way, _ in places)
     row_blocks = -(-seqlen_q // tile_m)
-    ranks_of = {}  # (query head of a group, block of queries): the ranks of its tiles
-    for n_block in range(n_blocks):
-        for step, at in enumerate(steps(case, n_block, turns[n_block], tile_m)):
-            ranks_of.setdefault(at, []).append(int(ranks[n_block, step]))
-    assert len(ranks_of) <= case.group * row_blocks
-    assert all(sorted(found) == list(range(len(found))) for found in ranks_of.values())
+    for way in set(way_of.values()):
+        ranks_of = {}  # (query head of a group, block of queries): the ranks of its tiles
+        for place in range(way * n_blocks, (way + 1) * n_blocks):
+            for step, at in enumerate(steps(case, place % n_blocks, 128, tile_m, turns[place])):
+                ranks_of.setdefault(at, []).append(int(ranks[place, step]))
+        assert len(ranks_of) <= case.group * row_blocks
+        assert all(sorted(found) == list(range(len(found))) for found in ranks_of.values())
     assert finished(case, 128, tile_m, 0.5) > 0  # none waits for ever
 
 
-def steps(case, n_block, turn, tile_m):
+def steps(case, n_block, keys, tile_m, turn):
     """(query head of a group, block of queries) of each step of a tile."""
-    first, end, *_ = query_blocks(case, n_block, 128, tile_m)
+    first, end, *_ = query_blocks(case, n_block, keys, tile_m)
     return [(head, int(block)) for head in range(case.group) for block in visits(first, end, turn)]
 
 
@@ -99,13 +104,15 @@ def finished(case, keys, tile_m, add_time, known_after=0.0):
     """When the last program is done if a step and the end of a tile take 1 each, and an add that long, which the next
     knows of so much later: dQ of a step may wait to be added while the next is computed."""
     lists, turns, ranks = order(case, keys, tile_m, PROGRAMS)
+    n_blocks = -(-case.seqlen_k // keys)
+    steps_of = functools.cache(lambda place: steps(case, place % n_blocks, keys, tile_m, turns[place]))
     added = {}  # (key head, query head and block, rank): when
 
     def program(tiles):
         computed = adding = done = 0.0
-        for head, n_block in tiles:
-            for step, at in enumerate(steps(case, n_block, turns[n_block], tile_m)):
-                rank = int(ranks[n_block, step])
+        for head, place in tiles:
+            for step, at in enumerate(steps_of(place)):
+                rank = int(ranks[place, step])
                 while rank and (head, at, rank - 1) not in added:
                     yield
                 computed = max(computed + 1, adding)
@@ -123,37 +130,48 @@ def finished(case, keys, tile_m, add_time, known_after=0.0):
     return max(ends)
 
 
-@pytest.mark.parametrize(("add_time", "known_after"), [(0.5, 0.0), (0.9, 0.0), (0.6, 0.3)])
+@pytest.mark.parametrize(("add_time", "known_after"), [(0.5, 0.0), (0.9, 0.0), (0.6, 0.3), (0.6, 1.0)])
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096])
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
-@pytest.mark.parametrize("tile_m", [64, 128])
-def test_the_order_takes_hardly_longer(seqlen, right, tile_m, add_time, known_after):
-    case = spec((seqlen, seqlen), (16, 16), (128, 128), BF16, batch=16384 // seqlen, right=right)
-    cost = tile_costs(case, 128, tile_m)
-    lists = backward_schedule(case, 128, tile_m, PROGRAMS)
-    without = max(sum(cost[n_block] for _, n_block in tiles) for tiles in lists)
-    assert finished(case, 128, tile_m, add_time, known_after) <= 1.05 * without
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_the_order_takes_hardly_longer(seqlen, right, dim, add_time, known_after):
+    case = spec((seqlen, seqlen), (2048 // dim, 2048 // dim), (dim, dim), BF16, batch=16384 // seqlen, right=right)
+    tiles = config.choose_backward(case)
+    cost = tile_costs(case, tiles.keys, tiles.tile_m)
+    lists = backward_schedule(case, tiles.keys, tiles.tile_m, PROGRAMS)
+    without = max(sum(cost[n_block] for _, n_block in of) for of in lists)
+    assert finished(case, tiles.keys, tiles.tile_m, add_time, known_after) <= 1.05 * without
 
 
-@pytest.mark.parametrize(("right", "seqlen", "teams"), [(0, 512, 128), (0, 2048, 32), (0, 8192, 8), (-1, 2048, 8)])
-def test_teams_are_small_where_tiles_differ_and_their_heads_fit_in_the_cache(right, seqlen, teams):
-    case = spec((seqlen, seqlen), (32, 32), (64, 64), BF16, batch=16384 // seqlen, right=right)
-    assert team(case, tile_costs(case, 128, 128), PROGRAMS)[0] == teams
+@pytest.mark.parametrize(
+    ("dim", "right", "seqlen", "chosen"),
+    [
+        (64, -1, 2048, (16, 8, 2)), (64, 0, 2048, (16, 8, 2)), (128, 0, 2048, (8, 16, 1)), (128, -1, 8192, (2, 64, 1)),
+        # two heads at a time of eight teams are twice the cache: rather tiles that come to dQ one step apart
+        (256, -1, 2048, (8, 16, 2)), (256, 0, 2048, (4, 32, 1)),
+    ],
+)  # fmt: skip
+def test_teams_come_to_dq_steps_apart_where_their_heads_fit_in_the_cache(dim, right, seqlen, chosen):
+    case = spec((seqlen, seqlen), (2048 // dim, 2048 // dim), (dim, dim), BF16, batch=16384 // seqlen, right=right)
+    tiles = config.choose_backward(case)
+    assert team(case, tile_costs(case, tiles.keys, tiles.tile_m), tiles.keys, tiles.tile_m, PROGRAMS) == chosen
 
 
-@given(st.integers(1, 300), st.integers(1, PROGRAMS))
-def test_programs_of_a_team_share_out_all_blocks(blocks, programs):
-    found = apart(blocks, programs)
-    assert len(found) <= programs
-    assert all(found)
-    assert sorted(block for of in found for block in of) == list(range(blocks))
+@given(st.integers(1, 300), st.integers(1, PROGRAMS), st.integers(1, 3), st.integers(0, 2))
+def test_programs_of_a_team_share_out_all_blocks(blocks, size, stride, way):
+    tiles = [Team(1, size, stride).tiles(blocks, program, way) for program in range(size)]
+    assert sorted(block for of in tiles for block, _ in of) == list(range(blocks))
 
 
-@given(st.integers(1, PROGRAMS), st.integers(1, 4))
-def test_blocks_gone_through_at_a_time_lie_apart(programs, pairs):
-    for at_a_time in map(sorted, zip(*apart(2 * pairs * programs, programs), strict=True)):
-        assert len(at_a_time) == programs
-        assert all(later - block >= 2 * pairs - 1 for block, later in pairwise(at_a_time))
+@given(st.integers(1, PROGRAMS), st.integers(1, 3), st.integers(1, 4))
+def test_two_heads_at_a_time_are_as_long_for_all_programs(size, stride, spans):
+    blocks = size * stride * spans
+    walks = [Team(1, size, stride).walk(blocks, program, (0, 1)) for program in range(size)]
+    for tile_of_each in zip(*walks, strict=True):
+        at_a_time = sorted(block for *_, block, _ in tile_of_each)
+        assert all(later - block == stride for block, later in pairwise(at_a_time))
+    sums = [[one + other for (*_, one, _), (*_, other, _) in zip(of[::2], of[1::2], strict=True)] for of in walks]
+    assert all(of == sums[0] for of in sums)
 
 
 @given(lengths, lengths, windows, windows, st.sampled_from([64, 128]))

@@ -40,8 +40,8 @@ from .backward_problem import (
     first_dq_part,
     first_step,
     load_loop,
-    make_signals,
     make_dq_rings,
+    make_signals,
     mask,
     over_parts,
     probabilities,
@@ -274,7 +274,7 @@ def backward_kernel(
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
-        arrivals_0, arrivals_1 = make_signals(dq_ring_0), make_signals(dq_ring_1)
+        arrivals_0, arrivals_1 = make_signals(q_ring), make_signals(q_ring)
         gl.warp_specialize([
             (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
@@ -282,10 +282,8 @@ def backward_kernel(
                             q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, DQ_PARTS, p, sums_desc,
-                        q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, DQ_PARTS, p, sums_desc,
-                        q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
+            (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, None, arrivals_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_1, None, arrivals_1, added_ptr, ranks_ptr)),
             (count_loop, (0, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
         ], [4, 1, 1, 1, 1],
             [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -269,14 +269,13 @@ def count_added(first_ptr, first, second_ptr, second):
 
 @gluon.jit
 def add_loop(
-    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring, arrivals, added_ptr, ranks_ptr
+    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums, q_ring, dq_ring, turns, arrivals, added_ptr, ranks_ptr
 ):  # fmt: skip
-    """The warp that adds a warpgroup's parts of dQ of every step to the sums, in the order of the ranks: line 15.
+    """The warp that adds a warpgroup's parts of dQ of every step to the sums, in the order of the ranks: line 15. Or it
+    tells the warpgroup, which adds from its registers where there is no buffer, that it is its turn.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
-    SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
-    FIRST_PART: gl.constexpr = first_dq_part(warpgroup, DQ_PARTS)
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     for _ in range(n_tiles):
@@ -287,46 +286,36 @@ def add_loop(
         for i in range(p.group):
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                at = added_ptr + (block * WARPGROUPS + warpgroup)
-                await_added(at, rank.to(gl.int32))  # while dQ is computed: a look takes half a step
-                dq_ring.await_full(position)
-                fence_async_shared()
-                add_parts(sums_desc, dq_ring, position, (block * DQ_PARTS + FIRST_PART) * SUMS_ROWS)
-                tma.store_wait(0)  # until the buffer is read
-                dq_ring.release(position)
+                # while dQ is computed: a look takes half a step
+                await_added(added_ptr + (block * WARPGROUPS + warpgroup), rank.to(gl.int32))
+                if dq_ring is None:
+                    turns.await_empty(position)
+                    turns.fill(position)
+                else:
+                    row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums.block_shape[0]
+                    dq_ring.await_full(position)
+                    fence_async_shared()
+                    add_parts(sums, dq_ring, position, row)
+                    tma.store_wait(0)  # until the buffer is read
+                    dq_ring.release(position)
                 of_step += 1
                 rank = gl.load(of_step)  # of the next step, before it is needed
-                arrivals.await_empty(position)
-                arrived()
-                arrivals.fill(position)
-                position += 1
-        entry += FIELDS
-
-
-@gluon.jit
-def look_loop(warpgroup: gl.constexpr, p, q_ring, turns, added_ptr, ranks_ptr):
-    """The warp that tells a warpgroup, which adds dQ of every step from its registers, that it is its turn."""
-    entry, n_tiles = p.tiles()
-    position = first_step(q_ring)
-    for _ in range(n_tiles):
-        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        of_step = ranks_ptr + gl.load(entry + RANKS)
-        for i in range(p.group):
-            for j in range(first, end):
-                block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                await_added(added_ptr + (block * WARPGROUPS + warpgroup), gl.load(of_step).to(gl.int32))
-                turns.await_empty(position)
-                turns.fill(position)
-                of_step += 1
+                if dq_ring is not None:
+                    arrivals.await_empty(position)
+                    arrived()
+                    arrivals.fill(position)
                 position += 1
         entry += FIELDS
 
 
 @gluon.jit
 def count_loop(LAG: gl.constexpr, p, q_ring, arrivals_0, arrivals_1, added_ptr):
-    """The warp that counts what both warpgroups have added, the first so many steps later than the second, so that
-    those who add go on. Not across tiles: in the order of the ranks no count waits for one that waits for it."""
+    """The warp that counts what both warpgroups have added, so that those who add go on: a step of the second with the
+    step of the first, LAG (0 or 1) before, that is done at the same time.
+
+    The last step of the first in a tile is counted alone: with the next tile's first step it might have to wait for
+    another program's count that waits for its own.
+    """
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     for _ in range(n_tiles):

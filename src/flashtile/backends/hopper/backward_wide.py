@@ -41,7 +41,6 @@ from .backward_problem import (
     first_dq_part,
     first_step,
     load_loop,
-    look_loop,
     make_dq_rings,
     make_signals,
     mask,
@@ -76,7 +75,8 @@ def add_from_registers(dq, dq_ptr):
 
 @gluon.jit
 def begin_add(p, warpgroup: gl.constexpr, dq, sums, ring, turns, arrivals, position, row):
-    """Line 15: adds parts of dQ to the sums, from a row on, or leaves them in the ring to `end_add`, a step later."""
+    """Line 15: adds parts of dQ to the sums, from a row on, in order when it is this warpgroup's turn; or leaves them
+    in the ring to `end_add`, a step later."""
     if ring is None:
         if p.ORDERED:
             turns.await_full(position)
@@ -271,7 +271,7 @@ def wide_backward_kernel(
     DQ_PARTS: gl.constexpr, DQ_BUFFER: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`; in order, two in
-    `add_loop`.
+    `add_loop`, one in `count_loop`.
 
     sums: a descriptor where dQ has a buffer, else a pointer. added, ranks: as in `backward_kernel`.
     """
@@ -286,49 +286,38 @@ def wide_backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [1, KEYS, TILE_M], ds_layout), 1, 1, 1, 1)
     ds_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], ds_layout), 2, 1, 1, 2)
-    none: gl.constexpr = None
+    if not DQ_BUFFER:
+        dq_ring_0: gl.constexpr = None
+        dq_ring_1: gl.constexpr = None
+    else:
+        dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
+    if DQ_BUFFER or not p.ORDERED:
+        turns_0: gl.constexpr = None
+        turns_1: gl.constexpr = None
+    else:
+        turns_0, turns_1 = make_signals(q_ring), make_signals(q_ring)
     # tuples inline: bound to a name they lose their constexprs
     if not p.ORDERED:
-        if DQ_BUFFER:
-            dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
-        else:
-            dq_ring_0: gl.constexpr = None
-            dq_ring_1: gl.constexpr = None
+        arrivals: gl.constexpr = None
         gl.warp_specialize([
-            (value_loop, (DQ_PARTS, p, dv_desc, sums,
-                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, none, none, shifts)),
-            (key_loop, (DQ_PARTS, p, dk_desc, sums,
-                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, none, none, deltas)),
+            (value_loop, (DQ_PARTS, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
+                          dq_ring_0, turns_0, arrivals, shifts)),
+            (key_loop, (DQ_PARTS, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
+                        dq_ring_1, turns_1, arrivals, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif DQ_BUFFER:
-        dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
-        arrivals_0, arrivals_1 = make_signals(q_ring), make_signals(q_ring)
-        gl.warp_specialize([
-            (value_loop, (DQ_PARTS, p, dv_desc, sums,
-                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_0, none, none, shifts)),
-            (key_loop, (DQ_PARTS, p, dk_desc, sums,
-                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, dq_ring_1, none, none, deltas)),
-            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, DQ_PARTS, p, sums, q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, DQ_PARTS, p, sums, q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
-            (count_loop, (1, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
-        ], [4, 1, 1, 1, 1],
-            [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
-        turns_0, turns_1 = make_signals(q_ring), make_signals(q_ring)
         arrivals_0, arrivals_1 = make_signals(q_ring), make_signals(q_ring)
         gl.warp_specialize([
-            (value_loop, (DQ_PARTS, p, dv_desc, sums,
-                          q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, none, turns_0, arrivals_0, shifts)),
-            (key_loop, (DQ_PARTS, p, dk_desc, sums,
-                        q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring, none, turns_1, arrivals_1, deltas)),
+            (value_loop, (DQ_PARTS, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
+                          dq_ring_0, turns_0, arrivals_0, shifts)),
+            (key_loop, (DQ_PARTS, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
+                        dq_ring_1, turns_1, arrivals_1, deltas)),
             (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                          q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (look_loop, (0, p, q_ring, turns_0, added_ptr, ranks_ptr)),
-            (look_loop, (1, p, q_ring, turns_1, added_ptr, ranks_ptr)),
+            (add_loop, (0, DQ_PARTS, p, sums, q_ring, dq_ring_0, turns_0, arrivals_0, added_ptr, ranks_ptr)),
+            (add_loop, (1, DQ_PARTS, p, sums, q_ring, dq_ring_1, turns_1, arrivals_1, added_ptr, ranks_ptr)),
             (count_loop, (1, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
         ], [4, 1, 1, 1, 1],
             [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

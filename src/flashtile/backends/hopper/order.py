@@ -5,9 +5,9 @@ to a block of dQ in the order in which they would come to it if the programs of 
 them waits. As a program adds in that order too, the first add that is missing waits for no other: one program can
 always go on, if all run at the same time; the launch asks for that.
 
-Where tiles differ in length a team goes through two heads at a time: each of its programs takes a tile of the first from
-its first query on, then one of the second from its last query back, that of the program opposite. Both together are as
-long for all programs, and at no block of dQ do two meet, as they would if some went back where others go on.
+Where tiles differ in length a team goes through two heads at a time: each of its programs takes a tile of the first
+from its first query on, then one of the second from its last query back, that of the program opposite. Both together
+are as long for all programs, and at no block of dQ do two meet, as they would if some went back where others go on.
 """
 
 from __future__ import annotations
