@@ -47,7 +47,6 @@ from .backward_problem import (
     probabilities,
     put_dq,
     row_numbers,
-    send_dq,
     wait_for,
 )
 from .channel import anew, make_ring, ring_of
@@ -122,7 +121,7 @@ def probabilities_and_ds(
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, dk_desc, dv_desc, sums_desc,
+    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, dk_desc, dv_desc,
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
@@ -145,21 +144,18 @@ def compute_loop(
     position = first_step(q_ring)
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
-    SUMS_ROWS: gl.constexpr = sums_desc.block_shape[0]
     keys_buffer = seen_as(dq_ring.buffers.index(0), dk_desc.dtype, dk_desc.block_shape, dk_desc.layout)
-    sums_row = -1  # of the step before
-    row_written = -1  # of the step whose dQ lies in the buffer, if any
+    before = False  # whether there is a step before
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
         take_turn(1)
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
-        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
         k_ring.await_full(tile)
         v_ring.await_full(tile)
         has = False
-        for i in range(p.group):
+        for _ in range(p.group):
             for j in range(first, end):
                 block = p.turned(j, first, end, turn)
                 to_mask = block < full_first
@@ -168,9 +164,6 @@ def compute_loop(
                 s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
                 dp = begin_dp(p, warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
                 has_last = has
-                if not p.ORDERED:
-                    if row_written >= 0:
-                        send_dq(p, sums_desc, dq_ring, position - 2, row_written)
                 if p.PARTS == 2:
                     # the first part's products go on while P and dS of the last are computed
                     s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
@@ -187,7 +180,7 @@ def compute_loop(
                     q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                 )  # fmt: skip
                 # line 15 of the step before, whose dQ leaves while the last products run, and lines 12 and 16
-                ds_ring.await_full(position - 1, pred=sums_row >= 0)
+                ds_ring.await_full(position - 1, pred=before)
                 dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, anew(tile_before), dq_zero, FIRST_COLUMN)
                 if p.PARTS == 1:
                     dv = add_product(dv, gl.convert_layout(probs, p_layout), dout_ring, position, has)
@@ -196,32 +189,24 @@ def compute_loop(
                 fence_async_shared()
                 ds_ring.fill(position)
                 if warpgroup == 0:
-                    if sums_row < 0:
+                    if not before:
                         pass_turn(0, WARPGROUPS)
                 dq = warpgroup_mma_wait(len(dk) if p.PARTS == 2 else len(dv) + len(dk), deps=(dq,))
-                if sums_row >= 0:
+                if before:
                     ds_ring.release(position - 1)
-                    put_dq(p, (dq,), dq_ring, position - 1)
-                    if p.ORDERED:
-                        send_dq(p, sums_desc, dq_ring, position - 1, sums_row)
+                    put_dq((dq,), dq_ring, position - 1)
                     if tile_before != tile:
                         k_ring.release(tile_before)
                 dk, dv = wait_for(dk, dv)
                 q_ring.release(position)
                 dout_ring.release(position)
                 tile_before = tile
-                row_written = sums_row
-                sums_row = (((head + i) * p.row_blocks + block) * DQ_PARTS + FIRST_PART) * SUMS_ROWS
+                before = True
                 has = True
                 position += 1
         v_ring.release(tile)
-        if not p.ORDERED:
-            if row_written >= 0:
-                send_dq(p, sums_desc, dq_ring, position - 2, row_written)
-                row_written = -1
         # line 18, by way of the buffer of dQ
-        if p.ORDERED:
-            dq_ring.await_empty(position - 1)
+        dq_ring.await_empty(position - 1)
         batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
         key = gl.load(entry + KEY) + warpgroup * KEYS
         store_sums(dv_desc, keys_buffer, dv, 1.0, batch, key, head_k)
@@ -231,8 +216,7 @@ def compute_loop(
     ds_ring.await_full(position - 1)
     dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero, FIRST_COLUMN)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    put_dq(p, (dq,), dq_ring, position - 1)
-    send_dq(p, sums_desc, dq_ring, position - 1, sums_row)
+    put_dq((dq,), dq_ring, position - 1)
     tma.store_wait(0)
 
 
@@ -245,8 +229,8 @@ def backward_kernel(
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     DQ_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`; in order, two in `add_loop`,
-    one in `count_loop`.
+    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`, one in
+    `count_loop`, which has nothing to do unless in order.
 
     added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py. Or None: tiles add in any order.
     """
@@ -262,28 +246,22 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
-    dq_ring_0, dq_ring_1 = make_dq_rings(p, sums_desc, DQ_PARTS)
-    # tuples inline: bound to a name they lose their constexprs
-    if not p.ORDERED:
-        gl.warp_specialize([
-            (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
-            (compute_loop, (1, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
-            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-        ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    dq_ring_0, dq_ring_1 = make_dq_rings(sums_desc, DQ_PARTS)
+    if p.ORDERED:
+        arrivals_0, arrivals_1 = make_signals(q_ring)
     else:
-        arrivals_0, arrivals_1 = make_signals(q_ring), make_signals(q_ring)
-        gl.warp_specialize([
-            (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
-            (compute_loop, (1, DQ_PARTS, p, dk_desc, dv_desc, sums_desc,
-                            q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
-            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, None, arrivals_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_1, None, arrivals_1, added_ptr, ranks_ptr)),
-            (count_loop, (0, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
-        ], [4, 1, 1, 1, 1],
-            [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        arrivals_0: gl.constexpr = None
+        arrivals_1: gl.constexpr = None
+    # tuples inline: bound to a name they lose their constexprs
+    gl.warp_specialize([
+        (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
+        (compute_loop, (1, DQ_PARTS, p, dk_desc, dv_desc,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
+        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+        (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, None, arrivals_0, added_ptr, ranks_ptr)),
+        (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_1, None, arrivals_1, added_ptr, ranks_ptr)),
+        (count_loop, (0, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
+    ], [4, 1, 1, 1, 1],
+        [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -166,18 +166,16 @@ def first_dq_part(warpgroup, DQ_PARTS):
 
 
 @gluon.jit
-def make_dq_rings(p, sums_desc, DQ_PARTS: gl.constexpr):
-    """For each warpgroup its parts of dQ of one step, on their way out; in order `add_loop` is who reads them."""
+def make_dq_rings(sums_desc, DQ_PARTS: gl.constexpr):
+    """For each warpgroup its parts of dQ of one step, on their way out by `add_loop`."""
     FIRST: gl.constexpr = first_dq_part(1, DQ_PARTS)
-    READERS: gl.constexpr = 1 if p.ORDERED else 0
-    return make_ring(sums_desc, 1, FIRST, READERS), make_ring(sums_desc, 1, DQ_PARTS - FIRST, READERS)
+    return make_ring(sums_desc, 1, FIRST, 1), make_ring(sums_desc, 1, DQ_PARTS - FIRST, 1)
 
 
 @gluon.jit
 def make_signals(ring):
-    """A ring of steps of which one warp, or warpgroup, tells another. Buffers it has none: those of `ring` are not
-    used."""
-    return ring_of(ring.buffers, 2, 1, 1, 1)
+    """For each warpgroup a ring of steps of which one tells another. It has no buffers: those of `ring` are not used."""
+    return ring_of(ring.buffers, 2, 1, 1, 1), ring_of(ring.buffers, 2, 1, 1, 1)
 
 
 @gluon.jit
@@ -190,34 +188,20 @@ def by_thread(dq):
 
 
 @gluon.jit
-def put_dq(p, dq, ring, position):
-    """Writes this warpgroup's parts of dQ to their buffers: four numbers of each thread, then the next four, which
-    `finish_kernel` puts right.
+def put_dq(dq, ring, position):
+    """Leaves this warpgroup's parts of dQ to `add_loop` in their buffers: four numbers of each thread, then the next
+    four, which `finish_kernel` puts right.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """
-    tma.store_wait(0)  # dQ of the step before, or dK, by the same buffer
-    if p.ORDERED:
-        ring.await_empty(position)
+    tma.store_wait(0)  # dK, by the same buffer
+    ring.await_empty(position)
     if len(dq) < ring.parts:
         dq = halves(dq[0])  # two parts, of one product
     for part in gl.static_range(ring.parts):
         buffer = ring.buffer(position, part)
         buffer.store(by_thread(dq[part]).permute((1, 0, 2, 3)).reshape(buffer.shape))
-
-
-@gluon.jit
-def send_dq(p, sums_desc, ring, position, row):
-    """Adds the parts of dQ that lie in the buffers to the sums, or leaves that to `add_loop`.
-
-    Called a step after `put_dq`: a fence right after the writes would wait for them. In order called at once, as other
-    tiles wait; the fence is then `add_loop`'s.
-    """
-    if p.ORDERED:
-        ring.fill(position)
-    else:
-        fence_async_shared()
-        add_parts(sums_desc, ring, position, row)
+    ring.fill(position)
 
 
 @gluon.jit
@@ -271,76 +255,80 @@ def count_added(first_ptr, first, second_ptr, second):
 def add_loop(
     warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums, q_ring, dq_ring, turns, arrivals, added_ptr, ranks_ptr
 ):  # fmt: skip
-    """The warp that adds a warpgroup's parts of dQ of every step to the sums, in the order of the ranks: line 15. Or it
-    tells the warpgroup, which adds from its registers where there is no buffer, that it is its turn.
+    """The warp that adds a warpgroup's parts of dQ of every step to the sums, perhaps in the order of the ranks: line
+    15. Where there is no buffer the warpgroup adds from its registers, in order when this warp says it is its turn.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
-    entry, n_tiles = p.tiles()
-    position = first_step(q_ring)
-    for _ in range(n_tiles):
-        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        of_step = ranks_ptr + gl.load(entry + RANKS)
-        rank = gl.load(of_step)
-        for i in range(p.group):
-            for j in range(first, end):
-                block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                # while dQ is computed: a look takes half a step
-                await_added(added_ptr + (block * WARPGROUPS + warpgroup), rank.to(gl.int32))
-                if dq_ring is None:
-                    turns.await_empty(position)
-                    turns.fill(position)
-                else:
-                    row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums.block_shape[0]
-                    dq_ring.await_full(position)
-                    fence_async_shared()
-                    add_parts(sums, dq_ring, position, row)
-                    tma.store_wait(0)  # until the buffer is read
-                    dq_ring.release(position)
-                of_step += 1
-                rank = gl.load(of_step)  # of the next step, before it is needed
-                if dq_ring is not None:
-                    arrivals.await_empty(position)
-                    arrived()
-                    arrivals.fill(position)
-                position += 1
-        entry += FIELDS
+    if p.ORDERED or dq_ring is not None:
+        entry, n_tiles = p.tiles()
+        position = first_step(q_ring)
+        for _ in range(n_tiles):
+            first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
+            head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+            if p.ORDERED:
+                of_step = ranks_ptr + gl.load(entry + RANKS)
+                rank = gl.load(of_step)
+            for i in range(p.group):
+                for j in range(first, end):
+                    block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
+                    if p.ORDERED:  # while dQ is computed: a look takes half a step
+                        await_added(added_ptr + (block * WARPGROUPS + warpgroup), rank.to(gl.int32))
+                    if dq_ring is None:
+                        turns.await_empty(position)
+                        turns.fill(position)
+                    else:
+                        row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums.block_shape[0]
+                        dq_ring.await_full(position)
+                        fence_async_shared()  # here: a fence right after the writes would wait for them
+                        add_parts(sums, dq_ring, position, row)
+                        tma.store_wait(0)  # until the buffer is read
+                        dq_ring.release(position)
+                    if p.ORDERED:
+                        of_step += 1
+                        rank = gl.load(of_step)  # of the next step, before it is needed
+                        if dq_ring is not None:
+                            arrivals.await_empty(position)
+                            arrived()
+                            arrivals.fill(position)
+                    position += 1
+            entry += FIELDS
 
 
 @gluon.jit
 def count_loop(LAG: gl.constexpr, p, q_ring, arrivals_0, arrivals_1, added_ptr):
-    """The warp that counts what both warpgroups have added, so that those who add go on: a step of the second with the
-    step of the first, LAG (0 or 1) before, that is done at the same time.
+    """In order, the warp that counts what both warpgroups have added, so that those who add go on: a step of the second
+    with the step of the first, LAG (0 or 1) before, that is done at the same time.
 
     The last step of the first in a tile is counted alone: with the next tile's first step it might have to wait for
     another program's count that waits for its own.
     """
-    entry, n_tiles = p.tiles()
-    position = first_step(q_ring)
-    for _ in range(n_tiles):
-        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        before = added_ptr
-        has = gl.to_tensor(1 - LAG)
-        for i in range(p.group):
-            for j in range(first, end):
-                at = added_ptr + ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS
-                if LAG == 0:
+    if p.ORDERED:
+        entry, n_tiles = p.tiles()
+        position = first_step(q_ring)
+        for _ in range(n_tiles):
+            first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
+            head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+            before = added_ptr
+            has = gl.to_tensor(1 - LAG)
+            for i in range(p.group):
+                for j in range(first, end):
+                    at = added_ptr + ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS
+                    if LAG == 0:
+                        before = at
+                    arrivals_0.await_full(position - LAG, pred=has > 0)
+                    arrivals_1.await_full(position)
+                    count_added(before, has, at + 1, 1)
+                    arrivals_0.release(position - LAG, pred=has > 0)
+                    arrivals_1.release(position)
                     before = at
-                arrivals_0.await_full(position - LAG, pred=has > 0)
-                arrivals_1.await_full(position)
-                count_added(before, has, at + 1, 1)
-                arrivals_0.release(position - LAG, pred=has > 0)
-                arrivals_1.release(position)
-                before = at
-                has = gl.to_tensor(1)
-                position += 1
-        if LAG == 1:
-            arrivals_0.await_full(position - 1)
-            count_added(before, 1, before, 0)
-            arrivals_0.release(position - 1)
-        entry += FIELDS
+                    has = gl.to_tensor(1)
+                    position += 1
+            if LAG == 1:
+                arrivals_0.await_full(position - 1)
+                count_added(before, 1, before, 0)
+                arrivals_0.release(position - 1)
+            entry += FIELDS
 
 
 @gluon.jit

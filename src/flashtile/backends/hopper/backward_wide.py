@@ -48,7 +48,6 @@ from .backward_problem import (
     probabilities,
     put_dq,
     row_numbers,
-    send_dq,
     wait_for,
 )
 from .channel import anew, make_ring, ring_of
@@ -74,10 +73,12 @@ def add_from_registers(dq, dq_ptr):
 
 
 @gluon.jit
-def begin_add(p, warpgroup: gl.constexpr, dq, sums, ring, turns, arrivals, position, row):
-    """Line 15: adds parts of dQ to the sums, from a row on, in order when it is this warpgroup's turn; or leaves them
-    in the ring to `end_add`, a step later."""
-    if ring is None:
+def add_dq(p, warpgroup: gl.constexpr, dq, sums, ring, turns, arrivals, position, row):
+    """Line 15: leaves parts of dQ of a step to `add_loop`; or adds them to the sums, from a row on, in order when it is
+    this warpgroup's turn."""
+    if ring is not None:
+        put_dq(dq, ring, position)
+    else:
         if p.ORDERED:
             turns.await_full(position)
             turns.release(position)
@@ -88,16 +89,6 @@ def begin_add(p, warpgroup: gl.constexpr, dq, sums, ring, turns, arrivals, posit
             arrivals.await_empty(position)
             meet(WARPGROUPS + warpgroup, 128)
             arrivals.fill(position)
-    else:
-        put_dq(p, dq, ring, position)
-
-
-@gluon.jit
-def end_add(p, sums, ring, position, row):
-    """Adds what `begin_add` left in the ring, if anything."""
-    if ring is not None:
-        if row >= 0:
-            send_dq(p, sums, ring, position, row)
 
 
 @gluon.jit
@@ -145,13 +136,11 @@ def value_loop(
         k_ring.await_full(tile)
         has = False
         sums_row = -1  # of the step before
-        row_written = -1  # of the step whose dQ lies in the buffer, if any
         for i in range(p.group):
             for j in range(first, end):
                 block = p.turned(j, first, end, turn)
                 # lines 10 and 11
                 s = begin_scores(p, 0, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
-                end_add(p, sums, dq_ring, position - 2, row_written)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 probs, capped = probabilities(p, s, 0, shifts, q_ring, position, s_layout)
                 q_ring.release(position)
@@ -176,18 +165,15 @@ def value_loop(
                 dout_ring.release(position)
                 ds_ring.release(position - 1, pred=has)
                 if has:
-                    begin_add(p, 0, dq, sums, dq_ring, turns, arrivals, position - 1, sums_row)
-                row_written = sums_row
+                    add_dq(p, 0, dq, sums, dq_ring, turns, arrivals, position - 1, sums_row)
                 sums_row = ((head + i) * p.row_blocks + block) * SUMS_ROWS
                 has = True
                 position += 1
-        end_add(p, sums, dq_ring, position - 2, row_written)
         ds_ring.await_full(position - 1)
         dq = dq_product(0, dq_zero, ds_ring, position - 1, k_ring, tile)
         dv, dq = wait_for(dv, dq)
         ds_ring.release(position - 1)
-        begin_add(p, 0, dq, sums, dq_ring, turns, arrivals, position - 1, sums_row)
-        end_add(p, sums, dq_ring, position - 1, sums_row)
+        add_dq(p, 0, dq, sums, dq_ring, turns, arrivals, position - 1, sums_row)
         pass_turn(0, 2)  # the second may write over K, as this one over V, with whose last dP it is done
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_keys(dv_desc, v_ring, tile, dv, 1.0, batch, key, head_k)
@@ -220,7 +206,6 @@ def key_loop(
         k_ring.await_full(tile)
         v_ring.await_full(tile)
         has = False
-        row_written = -1  # of the step whose dQ lies in the buffer, if any
         for i in range(p.group):
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
@@ -228,7 +213,6 @@ def key_loop(
                 dout_ring.await_full(position)
                 start = row_numbers(deltas, dout_ring, position, 0, s_layout)
                 dp = over_parts(0, 0, anew(tile), position, v_ring, dout_ring, start, True)
-                end_add(p, sums, dq_ring, position - 1, row_written)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)
@@ -247,11 +231,10 @@ def key_loop(
                 dk, dq = wait_for(dk, dq)
                 q_ring.release(position)
                 ds_ring.release(position)
-                row_written = block * SUMS_ROWS + FIRST_ROW
-                begin_add(p, 1, dq, sums, dq_ring, turns, arrivals, position, row_written)
+                row = block * SUMS_ROWS + FIRST_ROW
+                add_dq(p, 1, dq, sums, dq_ring, turns, arrivals, position, row)
                 has = True
                 position += 1
-        end_add(p, sums, dq_ring, position - 1, row_written)
         take_turn(1)
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_keys(dk_desc, k_ring, tile, dk, p.softmax_scale, batch, key, head_k)
@@ -270,8 +253,8 @@ def wide_backward_kernel(
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     DQ_PARTS: gl.constexpr, DQ_BUFFER: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`; in order, two in
-    `add_loop`, one in `count_loop`.
+    """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`, two in
+    `add_loop`, unless dQ has no buffer and no order, one in `count_loop`, in order.
 
     sums: a descriptor where dQ has a buffer, else a pointer. added, ranks: as in `backward_kernel`.
     """
@@ -286,38 +269,31 @@ def wide_backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [1, KEYS, TILE_M], ds_layout), 1, 1, 1, 1)
     ds_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], ds_layout), 2, 1, 1, 2)
-    if not DQ_BUFFER:
+    if DQ_BUFFER:
+        dq_ring_0, dq_ring_1 = make_dq_rings(sums, DQ_PARTS)
+    else:
         dq_ring_0: gl.constexpr = None
         dq_ring_1: gl.constexpr = None
+    if p.ORDERED and not DQ_BUFFER:
+        turns_0, turns_1 = make_signals(q_ring)
     else:
-        dq_ring_0, dq_ring_1 = make_dq_rings(p, sums, DQ_PARTS)
-    if DQ_BUFFER or not p.ORDERED:
         turns_0: gl.constexpr = None
         turns_1: gl.constexpr = None
+    if p.ORDERED:
+        arrivals_0, arrivals_1 = make_signals(q_ring)
     else:
-        turns_0, turns_1 = make_signals(q_ring), make_signals(q_ring)
+        arrivals_0: gl.constexpr = None
+        arrivals_1: gl.constexpr = None
     # tuples inline: bound to a name they lose their constexprs
-    if not p.ORDERED:
-        arrivals: gl.constexpr = None
-        gl.warp_specialize([
-            (value_loop, (DQ_PARTS, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
-                          dq_ring_0, turns_0, arrivals, shifts)),
-            (key_loop, (DQ_PARTS, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
-                        dq_ring_1, turns_1, arrivals, deltas)),
-            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-        ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    else:
-        arrivals_0, arrivals_1 = make_signals(q_ring), make_signals(q_ring)
-        gl.warp_specialize([
-            (value_loop, (DQ_PARTS, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
-                          dq_ring_0, turns_0, arrivals_0, shifts)),
-            (key_loop, (DQ_PARTS, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
-                        dq_ring_1, turns_1, arrivals_1, deltas)),
-            (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                         q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-            (add_loop, (0, DQ_PARTS, p, sums, q_ring, dq_ring_0, turns_0, arrivals_0, added_ptr, ranks_ptr)),
-            (add_loop, (1, DQ_PARTS, p, sums, q_ring, dq_ring_1, turns_1, arrivals_1, added_ptr, ranks_ptr)),
-            (count_loop, (1, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
-        ], [4, 1, 1, 1, 1],
-            [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (value_loop, (DQ_PARTS, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
+                      dq_ring_0, turns_0, arrivals_0, shifts)),
+        (key_loop, (DQ_PARTS, p, dk_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,
+                    dq_ring_1, turns_1, arrivals_1, deltas)),
+        (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
+                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+        (add_loop, (0, DQ_PARTS, p, sums, q_ring, dq_ring_0, turns_0, arrivals_0, added_ptr, ranks_ptr)),
+        (add_loop, (1, DQ_PARTS, p, sums, q_ring, dq_ring_1, turns_1, arrivals_1, added_ptr, ranks_ptr)),
+        (count_loop, (1, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
+    ], [4, 1, 1, 1, 1],
+        [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
