@@ -194,6 +194,7 @@ def compute_loop(
                 dq = warpgroup_mma_wait(len(dk) if p.PARTS == 2 else len(dv) + len(dk), deps=(dq,))
                 if before:
                     ds_ring.release(position - 1)
+                    tma.store_wait(0)  # dK of the tile before, by the same buffer
                     put_dq((dq,), dq_ring, position - 1)
                     if tile_before != tile:
                         k_ring.release(tile_before)
@@ -216,8 +217,8 @@ def compute_loop(
     ds_ring.await_full(position - 1)
     dq = dq_product(p, warpgroup, ds_ring, position - 1, k_ring, tile_before, dq_zero, FIRST_COLUMN)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    put_dq((dq,), dq_ring, position - 1)
     tma.store_wait(0)
+    put_dq((dq,), dq_ring, position - 1)
 
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])

@@ -194,7 +194,6 @@ def put_dq(dq, ring, position):
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """
-    tma.store_wait(0)  # dK, by the same buffer
     ring.await_empty(position)
     if len(dq) < ring.parts:
         dq = halves(dq[0])  # two parts, of one product
