@@ -248,11 +248,11 @@ def backward_kernel(
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
     dq_ring_0, dq_ring_1 = make_dq_rings(sums_desc, DQ_PARTS)
-    if p.ORDERED:
-        arrivals_0, arrivals_1 = make_signals(q_ring)
-    else:
+    if not p.ORDERED:
         arrivals_0: gl.constexpr = None
         arrivals_1: gl.constexpr = None
+    else:
+        arrivals_0, arrivals_1 = make_signals(q_ring)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
         (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc,

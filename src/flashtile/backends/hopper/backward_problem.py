@@ -174,7 +174,7 @@ def make_dq_rings(sums_desc, DQ_PARTS: gl.constexpr):
 
 @gluon.jit
 def make_signals(ring):
-    """For each warpgroup a ring of steps of which one tells another. It has no buffers: those of `ring` are not used."""
+    """For each warpgroup a ring of steps of which warps tell one another. Its buffers, of `ring`, are not used."""
     return ring_of(ring.buffers, 2, 1, 1, 1), ring_of(ring.buffers, 2, 1, 1, 1)
 
 

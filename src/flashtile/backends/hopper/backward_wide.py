@@ -269,21 +269,21 @@ def wide_backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [1, KEYS, TILE_M], ds_layout), 1, 1, 1, 1)
     ds_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], ds_layout), 2, 1, 1, 2)
-    if DQ_BUFFER:
-        dq_ring_0, dq_ring_1 = make_dq_rings(sums, DQ_PARTS)
-    else:
+    if not DQ_BUFFER:
         dq_ring_0: gl.constexpr = None
         dq_ring_1: gl.constexpr = None
-    if p.ORDERED and not DQ_BUFFER:
-        turns_0, turns_1 = make_signals(q_ring)
     else:
+        dq_ring_0, dq_ring_1 = make_dq_rings(sums, DQ_PARTS)
+    if DQ_BUFFER or not p.ORDERED:
         turns_0: gl.constexpr = None
         turns_1: gl.constexpr = None
-    if p.ORDERED:
-        arrivals_0, arrivals_1 = make_signals(q_ring)
     else:
+        turns_0, turns_1 = make_signals(q_ring)
+    if not p.ORDERED:
         arrivals_0: gl.constexpr = None
         arrivals_1: gl.constexpr = None
+    else:
+        arrivals_0, arrivals_1 = make_signals(q_ring)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
         (value_loop, (DQ_PARTS, p, dv_desc, sums, q_ring, dout_ring, k_ring, v_ring, probs_ring, ds_ring,

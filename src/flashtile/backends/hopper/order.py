@@ -23,8 +23,8 @@ from ...spec import AttentionSpec
 from .config import BackwardTiles
 from .schedule import BACKWARD_TILE_COST, Tile, backward_head_bytes, query_blocks, tile_costs, turn_of
 
-# An add is known to the next tile 1 to 1.6 steps after it might have begun. So tiles gone through at a time come to a
-# block of dQ two steps apart; one step apart D 192 took 1.3 as long on an H200, D 256 1.15.
+# An add is known to the next tile 1 to 1.35 steps after it might have begun. So tiles gone through at a time come to a
+# block of dQ two steps apart; one step apart D 192 took 1.3 as long on an H200, D 256 1.15 (`order_by_team_backward`).
 STEPS_APART = 2
 TOO_CLOSE = 1.2
 # What heads that are gone through at a time may take of the cache: D 256 took 1.3 to 1.5 as long with twice as much.
@@ -33,7 +33,7 @@ PAST_CACHE = 0.4
 # By so much longer it takes for each byte of the heads of all teams, as what a team reads serves few programs: D 96 at
 # 8k took 1.09 of the default's time by 21 teams, 198 MB, 0.95 by 6, 57 MB.
 SMALL_TEAMS = 1e-9
-MAX_RANKS = 1 << 24  # in a table of 32 MB, which the host makes in some seconds
+MAX_RANKS = 1 << 24  # of a way; in a table of up to 96 MB, which the host makes in some seconds
 
 
 class Order(NamedTuple):
