@@ -3,7 +3,7 @@
 A persistent program per multiprocessor walks the tiles of its schedule; a tile is a block of keys and one key head. One
 warp loads by TMA, two warpgroups compute: each has half of the block's keys as the rows of S^T and dP^T, so that P^T
 and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which all tiles of
-a head add up in float32 in global memory; in a fixed order (order.py) a warp for each warpgroup does that.
+a head add up in float32 in global memory: a warp for each warpgroup does that, if need be in a fixed order (order.py).
 
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head,
 in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D), of 96 dims two
