@@ -130,10 +130,15 @@ def finished(case, keys, tile_m, add_time, known_after=0.0):
     return max(ends)
 
 
-@pytest.mark.parametrize(("add_time", "known_after"), [(0.5, 0.0), (0.9, 0.0), (0.6, 0.3), (0.6, 1.0)])
+@pytest.mark.parametrize(
+    ("dim", "add_time", "known_after"),
+    [
+        *((dim, *times) for dim in (64, 128, 192, 256) for times in ((0.5, 0.0), (0.9, 0.0), (0.6, 0.3))),
+        *((dim, 0.6, 1.0) for dim in (64, 128, 192)),
+    ],
+)
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096])
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
-@pytest.mark.parametrize("dim", [64, 128, 192])
 def test_the_order_takes_hardly_longer(seqlen, right, dim, add_time, known_after):
     case = spec((seqlen, seqlen), (2048 // dim, 2048 // dim), (dim, dim), BF16, batch=16384 // seqlen, right=right)
     tiles = config.choose_backward(case)

@@ -236,7 +236,7 @@ def arrived():
 @gluon.jit
 def count_added(first_ptr, first, second_ptr, second):
     """Says that what this warp knows of has been added to two blocks of dQ, so often (0 or 1). One fence for both: it
-    waits for all that the multiprocessor has under way in memory, which takes a fifth of a step and more."""
+    waits for all that the multiprocessor has under way in memory."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one;

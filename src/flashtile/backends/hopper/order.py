@@ -27,12 +27,13 @@ from .schedule import BACKWARD_TILE_COST, Tile, backward_head_bytes, query_block
 # block of dQ two steps apart; one step apart D 192 took 1.3 as long on an H200, D 256 1.15 (`order_by_team_backward`).
 STEPS_APART = 2
 TOO_CLOSE = 1.2
-# What heads that are gone through at a time may take of the cache: D 256 took 1.3 to 1.5 as long with twice as much.
+# What heads that are gone through at a time may take of the cache: D 256 took 1.2 to 1.5 as long with twice as much.
 CACHE_BYTES = 55_000_000
 PAST_CACHE = 0.4
 # By so much longer it takes for each byte of the heads of all teams, as what a team reads serves few programs: D 96 at
 # 8k took 1.09 of the default's time by 21 teams, 198 MB, 0.95 by 6, 57 MB.
 SMALL_TEAMS = 1e-9
+THERE, BACK, BY_TURNS = range(3)  # ways to go through a head, see `Team.tiles`
 MAX_RANKS = 1 << 24  # of a way; in a table of up to 96 MB, which the host makes in some seconds
 
 
@@ -51,11 +52,11 @@ class Team(NamedTuple):
     stride: int
 
     def tiles(self, blocks: int, program: int, way: int) -> list[tuple[int, bool]]:
-        """(key block, whether backwards) of a program: in way 0 forwards, in way 1 backwards and of the program
-        opposite, in way 2 by turns as in the one and in the other."""
+        """(key block, whether backwards) of a program: THERE forwards, BACK backwards and of the program opposite,
+        BY_TURNS as in the one and in the other."""
         found = []
         for i in range(self.stride * -(-blocks // (self.stride * self.size))):
-            back = way == 1 or (way == 2 and i % 2 == 1)
+            back = way == BACK or (way == BY_TURNS and i % 2 == 1)
             span, side = divmod(i, self.stride)
             place = self.size - 1 - program if back else program
             found.append(((span * self.size + place) * self.stride + side, back))
@@ -70,7 +71,7 @@ class Team(NamedTuple):
     def rounds(self, heads: int, alike: bool) -> list[tuple[int, ...]]:
         """The ways to go through heads at a time, one after the other."""
         count = -(-heads // self.teams)
-        return [(0,)] * count if alike else [(0, 1)] * (count // 2) + [(2,)] * (count % 2)
+        return [(THERE,)] * count if alike else [(THERE, BACK)] * (count // 2) + [(BY_TURNS,)] * (count % 2)
 
 
 def team(spec: AttentionSpec, cost: list[float], keys: int, tile_m: int, programs: int) -> Team:
@@ -110,7 +111,7 @@ def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
     cost = tile_costs(spec, keys, tile_m)
     blocks, heads, row_blocks = len(cost), spec.batch * spec.heads_k, -(-spec.seqlen_q // tile_m)
     it = team(spec, cost, keys, tile_m, programs)
-    rounds = it.rounds(heads, min(cost) == max(cost))
+    rounds = it.rounds(heads, alike=min(cost) == max(cost))
 
     def tiles_of(start: int, program: int) -> Iterator[Tile]:
         heads_left = iter(range(start, heads, it.teams))
