@@ -135,9 +135,9 @@ def test_a_right_provider_gets_speed_memory_and_errors():
     rows = run_one({"standard": PROVIDERS["standard"], "sdpa": PROVIDERS["sdpa"]})
     assert set(rows) == {(name, mode) for name in ("standard", "sdpa") for mode in ("fwd", "bwd")}
     for row in rows.values():
-        assert row.ms is not None
-        assert row.ms > 0
-        assert len(row.rounds_ms) == QUICK.rounds
+        assert row.median_ms() is not None
+        assert row.median_ms() > 0
+        assert len(row.rounds_ms["cool"]) == QUICK.rounds
         assert row.reason is None
         assert not row.wrong
     assert [e.name for e in rows["sdpa", "fwd"].errors] == ["out"]
@@ -148,9 +148,9 @@ def test_a_right_provider_gets_speed_memory_and_errors():
 def test_a_wrong_result_gets_no_speed(change):
     for row in run_one({"wrong": build_as(change)}).values():
         assert row.wrong
-        assert row.ms is None
-        assert row.flops_per_second is None
-        assert row.rounds_ms == ()
+        assert row.median_ms() is None
+        assert row.flops_per_second() is None
+        assert not row.rounds_ms
         assert row.extra_bytes is None
         assert row.reason is not None
         assert row.reason.startswith("wrong result: out")
@@ -167,8 +167,8 @@ def test_a_wrong_gradient_costs_the_backward_speed_alone():
             return grad * 2
 
     rows = run_one({"wrong": build_as(DoublesGradient.apply)})
-    assert rows["wrong", "fwd"].ms is not None
-    assert rows["wrong", "bwd"].ms is None
+    assert rows["wrong", "fwd"].median_ms() is not None
+    assert rows["wrong", "bwd"].median_ms() is None
     assert {e.name for e in rows["wrong", "bwd"].errors if not e.ok} == {"dq", "dk", "dv"}
 
 
@@ -176,7 +176,7 @@ def test_a_result_of_another_dtype_or_shape_is_no_result():
     rows = run_one({"double": build_as(lambda out: out.double()), "flat": build_as(lambda out: out.flatten(2))})
     assert "gave torch.float64" in rows["double", "fwd"].reason
     assert "gave torch.float32 (2, 64, 32)" in rows["flat", "fwd"].reason
-    assert all(row.ms is None for row in rows.values())
+    assert all(row.median_ms() is None for row in rows.values())
 
 
 def test_a_provider_that_raises_or_declines_says_why():
@@ -192,14 +192,14 @@ def test_a_provider_that_raises_or_declines_says_why():
         }
     )
     assert rows["broken", "fwd"].reason == "RuntimeError: no such kernel"
-    assert rows["shy", "fwd"].ms is not None
+    assert rows["shy", "fwd"].median_ms() is not None
     assert rows["shy", "bwd"].reason == "not today"
 
 
 def test_every_provider_runs_or_declines_on_a_cpu():
     rows = run_one(PROVIDERS, Case.square(1, 48, 4, 16, causal=True, dtype="float32", heads_k=2))
     for (name, _), row in rows.items():
-        assert (row.ms is None) == (row.reason is not None), name
+        assert (row.median_ms() is None) == (row.reason is not None), name
         assert not row.wrong, row
     assert rows["flash-attn-2", "fwd"].reason is not None
     assert rows["sdpa-cudnn", "fwd"].reason == "takes float16 and bfloat16, not float32"
@@ -242,8 +242,25 @@ def test_a_contender_that_fails_while_timed_leaves_the_race():
     prepare = {"good": lambda: lambda: time.sleep(1e-3), "bad": fails_later}
     times, failures = timing.interleaved(prepare, CPU, rounds=3, round_ms=1)
     assert list(times) == ["good"]
-    assert all(ms >= 1 for ms in times["good"])
+    assert all(ms >= 1 for ms in times["good"]["cool"])
     assert str(failures["bad"]) == "out of luck"
+
+
+def test_a_cpu_has_no_hot_pace():
+    with pytest.raises(ValueError, match="device: got cpu; want a GPU"):
+        timing.hot_ms(lambda: None, CPU, 1)
+
+
+@pytest.mark.gpu
+def test_a_long_call_is_as_long_cool_as_hot():
+    device = torch.device("cuda")
+    x = torch.ones(1 << 29, device=device)
+    times, failures = timing.interleaved(
+        {"copy": lambda: lambda: x.clone()}, device, rounds=2, round_ms=10, paces=("cool", "hot")
+    )
+    assert failures == {}
+    cool, hot = (min(times["copy"][pace]) for pace in timing.PACES)
+    assert 0.8 <= cool / hot <= 1.25
 
 
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability(), reason="no CPU")
@@ -261,9 +278,10 @@ def test_peak_memory_of_a_call():
 
 
 def a_report(speed: float = 1.0, provider: str = "sdpa") -> Report:
-    row = Row(SMALL, provider, "fwd", 1e9, (2 / speed, 2 / speed), 2 / speed, 1024, (Error("out", 1e-7, 1e-6),))
+    rounds: dict[timing.Pace, tuple[float, ...]] = {"cool": (2 / speed, 2 / speed), "hot": (2.5 / speed,)}
+    row = Row(SMALL, provider, "fwd", 1e9, rounds, 1024, (Error("out", 1e-7, 1e-6),))
     wrong = Row(SMALL, "wrong", "fwd", 1e9, errors=(Error("out", math.nan, 1e-6),), reason="wrong result")
-    slow = replace(row, case=replace(SMALL, causal=False), ms=8 / speed, mode="bwd")
+    slow = replace(row, case=replace(SMALL, causal=False), rounds_ms={"cool": (8 / speed,)}, mode="bwd")
     machine = {**describe_machine(CPU), "gemm_flops": {"float32": 1e11}, "copy_bytes": 1e10}
     return Report(machine, (row, wrong, slow))
 
@@ -278,6 +296,7 @@ def test_report_survives_a_round_trip(tmp_path):
     document = json.loads(path.read_text())
     assert document["schema"] == report.SCHEMA
     assert document["rows"][0]["tflops"] == pytest.approx(1e9 / 2e-3 / 1e12)
+    assert [row["hot_ms"] for row in document["rows"]] == [2.5, None, None]
     assert {"date", "commit", "device", "versions", "gemm_flops", "copy_bytes"} <= set(document)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -306,10 +325,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_comparisons():
     ratios = compare_reports(a_report(), a_report(speed=2.0))
-    assert [ratio.speedup for ratio in ratios] == [2.0, 2.0]
+    assert [(ratio.kind, ratio.speedup) for ratio in ratios] == [("fwd", 2.0), ("fwd, hot", 2.0), ("bwd", 2.0)]
     assert compare_reports(a_report(), a_report(provider="other")) == []
     rows = (*a_report().rows, *a_report(speed=4.0, provider="ours").rows)
-    assert [ratio.speedup for ratio in compare_providers(rows, "ours", "sdpa")] == [4.0, 4.0]
+    assert [ratio.speedup for ratio in compare_providers(rows, "ours", "sdpa")] == [4.0, 4.0, 4.0]
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
     assert math.isnan(geometric_mean([]))
 

@@ -46,9 +46,9 @@ def call(*arguments: str, status: int = 0) -> str:
 @pytest.fixture(autouse=True)
 def quick_rates(monkeypatch):
     """The rates of the machine are not what is tested here, and take a second."""
-    monkeypatch.setattr("flashtile.commands.gemm_flops", lambda device, dtype: 1e11)
+    monkeypatch.setattr("flashtile.commands.gemm_flops", lambda device, dtype, pace="cool": 1e11)
     monkeypatch.setattr("flashtile.commands.copy_bytes", lambda device: 1e10)
-    monkeypatch.setattr("flashtile.bench.roofline.gemm_flops", lambda device, dtype: 1e11)
+    monkeypatch.setattr("flashtile.bench.roofline.gemm_flops", lambda device, dtype, pace="cool": 1e11)
     monkeypatch.setattr("flashtile.bench.roofline.copy_bytes", lambda device: 1e10)
 
 
@@ -96,6 +96,7 @@ def test_bench_shows_a_wrong_result_and_fails(tmp_path, monkeypatch):
         (["--device", "toaster"], "--device"),
         (["--device", "cuda:99"], "--device"),
         (["--rounds", "0"], "--rounds"),
+        (["--device", "cpu", "--hot"], "--hot"),
     ],
 )
 def test_bench_refuses_bad_arguments_by_name(tmp_path, arguments, named):

@@ -68,6 +68,7 @@ def attention(
     dtypes: Annotated[str, typer.Option(help="comma-separated dtypes instead of the suite's: bf16, fp16, fp32")] = "",
     device: DeviceOption = "",
     rounds: Annotated[int, typer.Option(min=1, help="interleaved rounds; the result is their median")] = 5,
+    hot: Annotated[bool, typer.Option("--hot", help="also time calls on end, on a GPU at its limit of power")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON report, written after every case")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG bar chart")] = None,
 ) -> None:
@@ -77,6 +78,8 @@ def attention(
         _one_of(SUITES, name, "--suite") for name in _split(suite) or ["cpu" if target.type == "cpu" else "paper"]
     ]
     modes = _one_of(_MODES, mode, "--mode")
+    if hot and target.type != "cuda":
+        raise typer.BadParameter(f"got device {target}; want a GPU", param_hint="--hot")
     names = _split(providers) or default_names(target)
     for name in names:
         _one_of(PROVIDERS, name, "--providers")
@@ -92,7 +95,8 @@ def attention(
     for path, option in ((output, "--output"), (plot, "--plot")):
         _check_writable(path, option)
     console = wide_console()
-    report = measure(console, cases, modes, names, target, Effort(rounds=rounds), output)
+    effort = Effort(rounds=rounds, paces=("cool", "hot") if hot else ("cool",))
+    report = measure(console, cases, modes, names, target, effort, output)
     print_report(console, report)
     if plot is not None:
         save_bars(report, plot, _chart_title(report))
@@ -132,7 +136,7 @@ def demo(
     ours = next(name for name, reason in declined(cases[0].spec, target).items() if reason is None)
     console = wide_console()
     names = (f"flashtile-{ours}", "standard", "sdpa")
-    report = measure(console, cases, ("fwd", "bwd"), names, target, Effort(rounds=3, round_ms=50), report_path)
+    report = measure(console, cases, ("fwd", "bwd"), names, target, Effort(rounds=3), report_path)
     print_report(console, report)
     save_bars(report, chart_path, _chart_title(report))
     console.print(f"wrote {report_path} and {chart_path}", markup=False)
@@ -253,8 +257,13 @@ def measure(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("matrix product and copy", total=1 + steps(cases, providers))
-        gemm = {dtype: gemm_flops(device, DTYPES[dtype]) for dtype in ("float32", "bfloat16")}
-        machine = {**describe_machine(device), "gemm_flops": gemm, "copy_bytes": copy_bytes(device)}
+        gemm = {
+            "gemm_flops" if pace == "cool" else f"{pace}_gemm_flops": {
+                dtype: gemm_flops(device, DTYPES[dtype], pace) for dtype in ("float32", "bfloat16")
+            }
+            for pace in effort.paces
+        }
+        machine = {**describe_machine(device), **gemm, "copy_bytes": copy_bytes(device)}
         report = Report(machine, ())
         progress.advance(task)
 

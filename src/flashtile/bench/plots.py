@@ -14,6 +14,7 @@ from .counting import Mode
 from .providers import PROVIDERS
 from .report import Report, Row, atomically
 from .tables import rate_unit
+from .timing import PACES
 
 _COLORS = ("#1f5fa8", "#e07b39", "#8a8a8a", "#5fa86a", "#b5508c", "#c9b037", "#6fb7c9", "#7a5fa8")
 _DIRECTION = {"fwd": "forward", "bwd": "backward"}
@@ -22,9 +23,10 @@ _DIRECTION = {"fwd": "forward", "bwd": "backward"}
 def save_bars(report: Report, path: Path, title: str) -> None:
     """One column of panels per direction, one row per (dtype, head dim, mask), one group of bars per length.
 
-    The number over a bar is its height; a provider without a number leaves a gap. Written atomically.
+    The number over a bar is its height, a black line the speed on a hot GPU where the report has it; a provider
+    without a number leaves a gap. Written atomically.
     """
-    rows = [row for row in report.rows if row.ms is not None]
+    rows = [row for row in report.rows if row.median_ms() is not None]
     providers = list(dict.fromkeys(row.provider for row in rows))
     panels = sorted({(row.case.dtype, row.case.head_dim, row.case.causal) for row in rows})
     modes: list[Mode] = list(dict.fromkeys(row.mode for row in rows))
@@ -103,15 +105,20 @@ def _draw_panel(axes: Axes, rows: Sequence[Row], providers: Sequence[str], scale
     groups = _groups(rows)
     width = 0.85 / max(1, len(providers))
     for index, provider in enumerate(providers):
-        heights = {
-            _group(row.case): row.flops_per_second / scale
-            for row in rows
-            if row.provider == provider and row.flops_per_second is not None
-        }
-        at = [groups.index(group) + (index - (len(providers) - 1) / 2) * width for group in heights]
+        cool, hot = (
+            {
+                groups.index(_group(row.case)) + (index - (len(providers) - 1) / 2) * width: rate / scale
+                for row in rows
+                if row.provider == provider and (rate := row.flops_per_second(pace)) is not None
+            }
+            for pace in PACES
+        )
         label = PROVIDERS[provider].title if provider in PROVIDERS else provider
-        bars = axes.bar(at, list(heights.values()), width * 0.95, label=label, color=_COLORS[index % len(_COLORS)])
+        bars = axes.bar(list(cool), list(cool.values()), width * 0.95, label=label, color=_COLORS[index % len(_COLORS)])
         axes.bar_label(bars, fmt="%.0f", fontsize=6, padding=1)
+        left, right = ([at + side * width * 0.475 for at in hot] for side in (-1, 1))
+        label = "on a hot GPU" if hot and provider == providers[-1] else ""
+        axes.hlines(list(hot.values()), left, right, color="black", linewidth=1, label=label)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_xlabel("sequence length")
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,10 +7,11 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from .. import __version__
 from ..testing import Error
 from .cases import Case
 from .counting import Mode
+from .timing import Pace
 
 SCHEMA = 1
 
@@ -36,8 +38,7 @@ class Row:
     provider: str
     mode: Mode
     flops: float
-    rounds_ms: tuple[float, ...] = ()  # median milliseconds per call, one per round
-    ms: float | None = None  # median of the rounds
+    rounds_ms: Mapping[Pace, tuple[float, ...]] = field(default_factory=dict)  # milliseconds per call, one per round
     extra_bytes: int | None = None
     errors: tuple[Error, ...] = ()
     reason: str | None = None
@@ -46,24 +47,32 @@ class Row:
     def wrong(self) -> bool:
         return not all(error.ok for error in self.errors)
 
-    @property
-    def flops_per_second(self) -> float | None:
-        return None if self.ms is None else self.flops / (self.ms * 1e-3)
+    def median_ms(self, pace: Pace = "cool") -> float | None:
+        """The median of the rounds."""
+        rounds = self.rounds_ms.get(pace)
+        return statistics.median(rounds) if rounds else None
+
+    def flops_per_second(self, pace: Pace = "cool") -> float | None:
+        ms = self.median_ms(pace)
+        return None if ms is None else self.flops / (ms * 1e-3)
 
     @property
     def key(self) -> tuple[Case, str, Mode]:
         return self.case, self.provider, self.mode
 
     def to_json(self) -> dict[str, Any]:
-        rate = self.flops_per_second
+        times: dict[str, Any] = {}
+        for pace, prefix in _JSON_PREFIX.items():
+            rate = self.flops_per_second(pace)
+            times[f"{prefix}ms"] = self.median_ms(pace)
+            times[f"{prefix}rounds_ms"] = list(self.rounds_ms.get(pace, ()))
+            times[f"{prefix}tflops"] = None if rate is None else rate / 1e12
         return {
             "case": self.case.to_json(),
             "provider": self.provider,
             "mode": self.mode,
             "flops": self.flops,
-            "ms": self.ms,
-            "rounds_ms": list(self.rounds_ms),
-            "tflops": None if rate is None else rate / 1e12,
+            **times,
             "extra_bytes": self.extra_bytes,
             "errors": [
                 {"name": e.name, "error": _finite(e.error), "budget": _finite(e.budget), "ok": e.ok}
@@ -78,10 +87,14 @@ class Row:
             return math.nan if value is None else value
 
         errors = tuple(Error(e["name"], number(e["error"]), number(e["budget"])) for e in row["errors"])
+        rounds = {pace: tuple(row.get(f"{prefix}rounds_ms", ())) for pace, prefix in _JSON_PREFIX.items()}
         return Row(
-            Case(**row["case"]), row["provider"], row["mode"], row["flops"], tuple(row["rounds_ms"]), row["ms"],
-            row["extra_bytes"], errors, row["reason"],
+            Case(**row["case"]), row["provider"], row["mode"], row["flops"],
+            {pace: ms for pace, ms in rounds.items() if ms}, row["extra_bytes"], errors, row["reason"],
         )  # fmt: skip
+
+
+_JSON_PREFIX: dict[Pace, str] = {"cool": "", "hot": "hot_"}
 
 
 def _finite(value: float) -> float | None:
@@ -192,31 +205,46 @@ def _commit() -> str | None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much faster `row` is than `base`: above 1, row is the faster one."""
+    """How much faster `row` is than `base` at a pace: above 1, row is the faster one."""
 
     base: Row
     row: Row
+    pace: Pace = "cool"
 
     @property
     def speedup(self) -> float:
-        assert self.base.ms is not None
-        assert self.row.ms is not None
-        return self.base.ms / self.row.ms
+        base_ms, ms = self.base.median_ms(self.pace), self.row.median_ms(self.pace)
+        assert base_ms is not None
+        assert ms is not None
+        return base_ms / ms
+
+    @property
+    def kind(self) -> str:
+        """Direction and, unless it is cool, pace."""
+        return self.row.mode if self.pace == "cool" else f"{self.row.mode}, {self.pace}"
 
 
 def compare_reports(base: Report, new: Report) -> list[Ratio]:
-    """One ratio for each row that has a speed in both reports."""
-    known = {row.key: row for row in base.rows if row.ms is not None}
-    return [Ratio(known[row.key], row) for row in new.rows if row.ms is not None and row.key in known]
+    """One ratio for each row and pace with a speed in both reports."""
+    known = {row.key: row for row in base.rows}
+    return [
+        Ratio(known[row.key], row, pace)
+        for row in new.rows
+        if row.key in known
+        for pace in row.rounds_ms
+        if pace in known[row.key].rounds_ms
+    ]
 
 
 def compare_providers(rows: Iterable[Row], provider: str, base: str) -> list[Ratio]:
-    """One ratio for each case and direction in which both providers of the run have a speed."""
-    timed = {row.key: row for row in rows if row.ms is not None}
+    """One ratio for each case, direction and pace at which both providers of the run have a speed."""
+    by_key = {row.key: row for row in rows}
     return [
-        Ratio(timed[row.case, base, row.mode], row)
-        for row in timed.values()
-        if row.provider == provider and (row.case, base, row.mode) in timed
+        Ratio(other, row, pace)
+        for row in by_key.values()
+        if row.provider == provider and (other := by_key.get((row.case, base, row.mode))) is not None
+        for pace in row.rounds_ms
+        if pace in other.rounds_ms
     ]
 
 

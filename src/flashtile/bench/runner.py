@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,17 +13,18 @@ from .cases import Case
 from .counting import Mode, flops, paper_pairs
 from .providers import Attention, Provider
 from .report import Row
-from .timing import interleaved, with_peak_bytes
+from .timing import Pace, interleaved, with_peak_bytes
 
 _FIRST_CALL_BYTES = 256 << 20  # far more than a first call's own memory: above it, that does not matter
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to look: `rounds` interleaved rounds of about `round_ms` milliseconds per provider."""
+    """How long to look: `rounds` interleaved rounds of about `round_ms` milliseconds per provider and pace."""
 
     rounds: int = 5
-    round_ms: float = 100.0
+    round_ms: float = 50.0
+    paces: tuple[Pace, ...] = ("cool",)
 
 
 @dataclass
@@ -139,10 +139,10 @@ def _time_mode(
     """Fills in the times of `mode`; a contender that fails here (out of memory, say) gets the reason instead."""
     by_name = {contender.name: contender for contender in contenders}
     prepare = {name: lambda c=contender: timed_call(mode, c.attention, inputs) for name, contender in by_name.items()}
-    times, failures = interleaved(prepare, device, rounds=effort.rounds, round_ms=effort.round_ms)
-    for name, rounds_ms in times.items():
-        row = by_name[name].rows[mode]
-        by_name[name].rows[mode] = replace(row, rounds_ms=tuple(rounds_ms), ms=statistics.median(rounds_ms))
+    times, failures = interleaved(prepare, device, rounds=effort.rounds, round_ms=effort.round_ms, paces=effort.paces)
+    for name, by_pace in times.items():
+        rows = by_name[name].rows
+        rows[mode] = replace(rows[mode], rounds_ms={pace: tuple(ms) for pace, ms in by_pace.items()})
     for name, failure in failures.items():
         by_name[name].rows[mode] = replace(by_name[name].rows[mode], reason=_first_line(failure))
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from ..testing import Error, Result
 from .host import HostTime
 from .report import Ratio, Report, Row, compare_providers, geometric_mean
+from .timing import Pace
 from .verify import Verdict
 
 
@@ -25,10 +26,12 @@ def print_report(console: Console, report: Report) -> None:
     unit, scale = rate_unit(report)
     cells: dict[str, Callable[[Row], str | None]] = {
         "largest error against float64, and its share of the budget (2 × standard attention's + one rounding)": _error,
-        "milliseconds, median": _ms,
-        f"speed, {unit}": lambda row: _rate(row, scale),
+        "milliseconds, median": lambda row: _ms(row, "cool"),
+        f"speed, {unit}": lambda row: _rate(row, "cool", scale),
         "peak extra memory, MiB (bwd: of a forward pass and its backward)": _mib,
     }
+    if any("hot" in row.rounds_ms for row in report.rows):
+        cells[f"speed of calls on end, on a hot GPU, {unit}"] = lambda row: _rate(row, "hot", scale)
     notes: list[str] = []
     for title, cell in cells.items():
         console.print(_pivot(report.rows, title, cell, notes))
@@ -43,14 +46,18 @@ def print_machine(console: Console, report: Report) -> None:
     machine = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     console.print(f"{machine['device']['name']} · {versions} · commit {machine['commit'] or 'unknown'}", markup=False)
-    rates = ", ".join(f"{dtype} {rate / scale:.0f} {unit}" for dtype, rate in machine["gemm_flops"].items())
+    rates = ", ".join(
+        f"{dtype}{hot} {rate / scale:.0f} {unit}"
+        for key, hot in (("gemm_flops", ""), ("hot_gemm_flops", " (hot)"))
+        for dtype, rate in machine.get(key, {}).items()
+    )
     console.print(f"in this run: matrix product {rates} · copy {machine['copy_bytes'] / 1e9:.0f} GB/s", markup=False)
     providers = list(dict.fromkeys(row.provider for row in report.rows))
     for base in providers[1:]:
-        for mode in dict.fromkeys(row.mode for row in report.rows):
-            ratios = [r for r in compare_providers(report.rows, providers[0], base) if r.row.mode == mode]
-            if ratios:
-                console.print(f"{providers[0]} over {base}, {mode}: {_summary(ratios)}", markup=False)
+        ratios = compare_providers(report.rows, providers[0], base)
+        for kind in dict.fromkeys(ratio.kind for ratio in ratios):
+            summary = _summary([ratio for ratio in ratios if ratio.kind == kind])
+            console.print(f"{providers[0]} over {base}, {kind}: {summary}", markup=False)
 
 
 def print_ratios(console: Console, ratios: Sequence[Ratio]) -> None:
@@ -62,11 +69,12 @@ def print_ratios(console: Console, ratios: Sequence[Ratio]) -> None:
         table.add_column(header, justify="right")
     for ratio in ratios:
         row = ratio.row
-        table.add_row(row.case.label, row.provider, row.mode, _ms(ratio.base), _ms(row), f"{ratio.speedup:.2f}x")
+        times = (_ms(of, ratio.pace) for of in (ratio.base, row))
+        table.add_row(row.case.label, row.provider, ratio.kind, *times, f"{ratio.speedup:.2f}x")
     console.print(table)
-    for provider, mode in dict.fromkeys((ratio.row.provider, ratio.row.mode) for ratio in ratios):
-        group = [ratio for ratio in ratios if (ratio.row.provider, ratio.row.mode) == (provider, mode)]
-        console.print(f"{provider} {mode}: {_summary(group)}", markup=False)
+    for provider, kind in dict.fromkeys((ratio.row.provider, ratio.kind) for ratio in ratios):
+        group = [ratio for ratio in ratios if (ratio.row.provider, ratio.kind) == (provider, kind)]
+        console.print(f"{provider} {kind}: {_summary(group)}", markup=False)
     console.print(f"all: {_summary(ratios)}", markup=False)
 
 
@@ -172,13 +180,14 @@ def _share(error: Error) -> float:
     return math.inf if math.isnan(share) else share
 
 
-def _rate(row: Row, scale: float) -> str | None:
-    rate = row.flops_per_second
+def _rate(row: Row, pace: Pace, scale: float) -> str | None:
+    rate = row.flops_per_second(pace)
     return None if rate is None else f"{rate / scale:.1f}" if rate < 100 * scale else f"{rate / scale:.0f}"
 
 
-def _ms(row: Row) -> str | None:
-    return None if row.ms is None else f"{row.ms:.3g}" if row.ms < 100 else f"{row.ms:.0f}"
+def _ms(row: Row, pace: Pace) -> str | None:
+    ms = row.median_ms(pace)
+    return None if ms is None else f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
 
 
 def _mib(row: Row) -> str | None:

@@ -1,47 +1,93 @@
-"""Clocks: medians of interleaved rounds, peak memory, and the rates of the machine beside them."""
+"""Clocks for a cool and for a hot GPU, interleaved rounds, peak memory, and the rates of the machine beside them."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Pace = Literal["cool", "hot"]
+"""cool: calls one by one, the L2 cache empty, for so short a time after a rest that the GPU keeps its clock; hot: calls
+on end, as in training, for so long that the GPU has come to its limit of power."""
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache; the size that triton.testing.do_bench uses
 _MAX_CALLS = 200
+_REST_S = 0.1
+_HEAT_MS = 200
 
 
 def interleaved(
-    prepare: Mapping[Key, Callable[[], Call]], device: torch.device, *, rounds: int, round_ms: float, seed: int = 0
-) -> tuple[dict[Key, list[float]], dict[Key, Exception]]:
-    """Median milliseconds per call in each of `rounds` rounds, for every contender, in a new random order each round.
+    prepare: Mapping[Key, Callable[[], Call]],
+    device: torch.device,
+    *,
+    rounds: int,
+    round_ms: float,
+    paces: Sequence[Pace] = ("cool",),
+    seed: int = 0,
+) -> tuple[dict[Key, dict[Pace, list[float]]], dict[Key, Exception]]:
+    """Milliseconds per call at each pace in each of `rounds` rounds, all contenders and paces in a new random order.
 
     `prepare[key]()` gives the call to time and is not timed itself; what it holds is freed before the next
-    contender's turn. Drifts of clock and temperature so fall on all contenders alike. A contender that raises
+    turn. Drifts of clock and temperature so fall on all contenders alike. A contender that raises
     is out, and is returned with its exception instead of times.
     """
     shuffle = random.Random(seed)
-    times: dict[Key, list[float]] = {key: [] for key in prepare}
+    times: dict[Key, dict[Pace, list[float]]] = {key: {pace: [] for pace in paces} for key in prepare}
     failures: dict[Key, Exception] = {}
     for _ in range(rounds):
-        order = list(times)
+        order = [(key, pace) for key in times for pace in paces]
         shuffle.shuffle(order)
-        for key in order:
+        for key, pace in order:
+            if key in failures:
+                continue
             try:
-                times[key].append(median_ms(prepare[key](), device, round_ms))
+                times[key][pace].append(PACES[pace](prepare[key](), device, round_ms))
             except Exception as error:
                 failures[key] = error.with_traceback(None)  # the traceback would keep the tensors alive
                 del times[key]
     return times, failures
+
+
+def cool_ms(call: Call, device: torch.device, round_ms: float) -> float:
+    """`median_ms`, on a GPU that has rested."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        time.sleep(_REST_S)
+    return median_ms(call, device, round_ms)
+
+
+def hot_ms(call: Call, device: torch.device, round_ms: float) -> float:
+    """Milliseconds of one of the calls that follow each other for about `round_ms`, as they did for 200 ms before."""
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}; want a GPU, as a CPU's limit of power is not looked at")
+    with torch.cuda.device(device):
+        estimate = max(_on_end_ms(call, 3), 1e-3)
+        _on_end_ms(call, math.ceil(_HEAT_MS / estimate))
+        return _on_end_ms(call, math.ceil(round_ms / estimate))
+
+
+PACES: dict[Pace, Callable[[Call, torch.device, float], float]] = {"cool": cool_ms, "hot": hot_ms}
+
+
+def _on_end_ms(call: Call, count: int) -> float:
+    """Milliseconds of one of `count` calls on the current GPU, nothing between them."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
 
 
 def median_ms(call: Call, device: torch.device, round_ms: float) -> float:
@@ -74,8 +120,10 @@ def _gpu_median(call: Call, device: torch.device, round_ms: float) -> float:
 
     with torch.cuda.device(device):
         call()
-        estimate = statistics.median(events(3))
-        count = min(_MAX_CALLS, max(5, int(round_ms / max(estimate, 1e-3))))
+        first = events(3)
+        if sum(first) > round_ms:
+            return statistics.median(first)
+        count = min(_MAX_CALLS, max(5, int(round_ms / max(statistics.median(first), 1e-3))))
         return statistics.median(events(count))
 
 
@@ -113,20 +161,20 @@ def _resident_peak() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
+def gemm_flops(device: torch.device, dtype: torch.dtype, pace: Pace = "cool") -> float:
     """FLOP/s of a square matrix product, the ceiling of anything built of matrix products."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / (_median_of_rounds(lambda: a @ b, device) * 1e-3)
+    return 2 * size**3 / (_median_of_rounds(lambda: a @ b, device, pace) * 1e-3)
 
 
 def copy_bytes(device: torch.device) -> float:
     """Bytes per second of a device-to-device copy, read and written bytes counted."""
     source = torch.ones((1 << 30) if device.type == "cuda" else (1 << 27), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / (_median_of_rounds(lambda: target.copy_(source), device) * 1e-3)
+    return 2 * source.numel() / (_median_of_rounds(lambda: target.copy_(source), device, "cool") * 1e-3)
 
 
-def _median_of_rounds(call: Call, device: torch.device) -> float:
+def _median_of_rounds(call: Call, device: torch.device, pace: Pace) -> float:
     call()
-    return statistics.median(median_ms(call, device, 60) for _ in range(3))
+    return statistics.median(PACES[pace](call, device, 60) for _ in range(3))
