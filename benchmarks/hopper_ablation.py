@@ -113,7 +113,7 @@ CHOICES = {
     "two warpgroups": Choice(
         tiles=lambda t: replace(t, warpgroups=2, compute_registers=240) if t.warpgroups == 3 else None
     ),
-    "Q in shared memory": Choice(tiles=lambda t: replace(t, q_in_registers=False) if t.q_in_registers else None),
+    "Q in shared memory": Choice(tiles=lambda t: replace(t, q_kept=0) if t.q_kept else None),
 }
 
 

@@ -33,7 +33,7 @@ from flashtile.bench.counting import Mode, flops, paper_pairs
 from flashtile.bench.providers import PROVIDERS
 from flashtile.bench.report import atomically, describe_machine
 from flashtile.bench.runner import checked, problem_of, timed_call
-from flashtile.bench.timing import median_ms
+from flashtile.bench.timing import PACES, Pace
 
 ROUND_MS = 20
 
@@ -59,18 +59,20 @@ class Asked(NamedTuple):
     flops: int | None  # None: decoding, of which the time is said
 
 
-def asked(text: str, mode: str, provider: str) -> Asked:
+def asked(text: str, mode: str, provider: str, pace: str) -> Asked:
     """What a case's text means in a mode."""
     if mode == "decode":
         points = [point.name for point in decode_benchmark().POINTS]
         if text not in points:
             raise ValueError(f"case: got {text!r}; want one of {', '.join(map(repr, points))}")
         return Asked(text, {"point": text, "provider": provider}, None)
+    if pace not in PACES:
+        raise ValueError(f"pace: got {pace!r}; want {' or '.join(PACES)}")
     if mode not in ("fwd", "bwd"):
         raise ValueError(f"mode: got {mode!r}; want fwd, bwd or decode")
     case = case_of(text)
-    question = {"case": case.to_json(), "mode": mode, "provider": provider}
-    return Asked(f"{case.label} {mode}", question, flops(case.spec, mode, paper_pairs(case.spec)))
+    question = {"case": case.to_json(), "mode": mode, "provider": provider, "pace": pace}
+    return Asked(f"{case.label} {mode} {pace}", question, flops(case.spec, mode, paper_pairs(case.spec)))
 
 
 def decode_benchmark() -> Any:
@@ -115,15 +117,15 @@ def started(text: str) -> Iterator[Version]:
 class Race:
     """One case in the other process: checked once, then timed as often as it is asked for."""
 
-    def __init__(self, case: dict[str, Any], mode: Mode, provider: str, device: torch.device) -> None:
-        self.device, of = device, Case(**case)
+    def __init__(self, case: dict[str, Any], mode: Mode, provider: str, pace: Pace, device: torch.device) -> None:
+        self.device, self.pace, of = device, pace, Case(**case)
         inputs, sample = problem_of(of, [mode], device)
         contender = checked(provider, PROVIDERS[provider], of, [mode], inputs, sample, device)
         self.reason = contender.rows[mode].reason
         self.call = None if self.reason else timed_call(mode, contender.attention, inputs)
 
     def turn(self) -> dict[str, Any]:
-        return {"reason": self.reason, "ms": self.call and median_ms(self.call, self.device, ROUND_MS)}
+        return {"reason": self.reason, "ms": self.call and PACES[self.pace](self.call, self.device, ROUND_MS)}
 
 
 class DecodeRace:
@@ -198,14 +200,15 @@ def main(
     mode: str = "fwd",
     provider: str = "",
     rounds: int = 15,
+    pace: str = "cool",
 ) -> None:
     """Prints what each contender takes and, in brackets, how fast that is beside the first; writes all times as JSON.
 
-    provider: flashtile-hopper or, decoding, flashtile, unless another is named.
+    provider: flashtile-hopper or, decoding, flashtile, unless another is named. pace: cool or, of calls on end, hot.
     """
     provider = provider or ("flashtile" if mode == "decode" else "flashtile-hopper")
     try:
-        cases = [asked(text, mode, provider) for text in case]
+        cases = [asked(text, mode, provider, pace) for text in case]
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
     rows = []

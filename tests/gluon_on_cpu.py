@@ -148,7 +148,7 @@ class Pairs:
 
 
 class Pair:
-    """Two buffers of which a product reads the columns of the one, then of the other."""
+    """Two buffers that are read as the columns of the one, then of the other."""
 
     def __init__(self, low: Shared, high: Shared, order: tuple[int, ...] | None = None) -> None:
         self.low, self.high, self.order = low, high, order
@@ -174,6 +174,9 @@ class Pair:
     def reshape(self, shape: list[int]) -> Pair:
         narrow = [*shape[:-1], shape[-1] // 2]
         return Pair(self.low.reshape(narrow), self.high.reshape(narrow))
+
+    def load(self, _layout: Any) -> Registers:
+        return registers(self.view)
 
 
 class Barrier:

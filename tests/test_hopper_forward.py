@@ -62,7 +62,9 @@ def test_out_and_lse_are_right_whatever_comes_first(name, programs):
 
 
 @pytest.mark.parametrize(
-    "change", [{"q_stages": 1}, {"stages": 3}, {"q_in_registers": True}, {"warpgroups": 2}], ids=str
+    "change",
+    [{"q_stages": 1}, {"stages": 3}, {"q_kept": 64}, {"q_stages": 1, "q_kept": 64}, {"warpgroups": 2}],
+    ids=str,
 )
 def test_other_tiles_are_right_too(change):
     case = spec((500, 390), (2, 2), (64, 64), BF16, batch=1, right=0)

@@ -46,14 +46,16 @@ def beside_decode(monkeypatch):
 
 @pytest.mark.parametrize("name", ["64,32,8,4096", "64,32,8,1024…65536, pages of 16", "8,32,8,32768, float8"])
 def test_a_decode_step_is_named_as_by_its_own_benchmark(beside_decode, name):
-    assert turns.asked(name, "decode", "flashtile") == (name, {"point": name, "provider": "flashtile"}, None)
+    assert turns.asked(name, "decode", "flashtile", "cool") == (name, {"point": name, "provider": "flashtile"}, None)
 
 
 def test_what_is_not_a_case_or_a_mode_is_refused(beside_decode):
     with pytest.raises(ValueError, match=r"case: got '64,32,8'; want one of '1,32,8,131072', .*, '64,32,8,4096'"):
-        turns.asked("64,32,8", "decode", "flashtile")
+        turns.asked("64,32,8", "decode", "flashtile", "cool")
     with pytest.raises(ValueError, match="mode: got 'both'; want fwd, bwd or decode"):
-        turns.asked("64 full 512", "both", "flashtile-hopper")
+        turns.asked("64 full 512", "both", "flashtile-hopper", "cool")
+    with pytest.raises(ValueError, match="pace: got 'warm'; want cool or hot"):
+        turns.asked("64 full 512", "fwd", "flashtile-hopper", "warm")
 
 
 @pytest.mark.gpu
@@ -76,7 +78,9 @@ def test_speeds_are_said_as_the_mode_does():
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
 def test_a_case_is_checked_and_then_timed_as_often_as_asked(mode):
-    race = turns.Race(Case.square(1, 64, 2, 32, True, "float32").to_json(), mode, "flashtile-cpu", torch.device("cpu"))
+    race = turns.Race(
+        Case.square(1, 64, 2, 32, True, "float32").to_json(), mode, "flashtile-cpu", "cool", torch.device("cpu")
+    )
     for _ in range(2):
         reply = race.turn()
         assert reply["reason"] is None
@@ -85,7 +89,7 @@ def test_a_case_is_checked_and_then_timed_as_often_as_asked(mode):
 
 def test_a_case_that_a_provider_cannot_run_has_a_reason_and_no_time():
     case = Case.square(1, 64, 2, 32, False, "bfloat16").to_json()
-    reply = turns.Race(case, "fwd", "flashtile-hopper", torch.device("cpu")).turn()
+    reply = turns.Race(case, "fwd", "flashtile-hopper", "cool", torch.device("cpu")).turn()
     assert reply == {"reason": "it takes CUDA tensors, these are on cpu", "ms": None}
 
 

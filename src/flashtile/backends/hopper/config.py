@@ -20,7 +20,7 @@ class Tiles:
     q_stages: int
     stages: int
     compute_registers: int
-    q_in_registers: bool = False  # rather than read from shared memory for every key block
+    q_kept: int = 0  # dims of Q, from the first on, in registers, rather than read again for every key block
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     parts_v: int = 1  # as V and, in registers, O do
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
@@ -33,8 +33,11 @@ class Tiles:
     def __post_init__(self) -> None:
         if self.warpgroups not in (2, 3):
             raise ValueError(f"warpgroups: got {self.warpgroups}; want 2 or 3")
-        if self.q_in_registers and self.parts > 1:
-            raise ValueError(f"q_in_registers: got True with parts {self.parts}; want Q in one part")
+        firsts = (0, 2 * self.head_dim // 3) if self.parts == 3 else (0, self.head_dim // 2, self.head_dim)
+        if self.q_kept not in firsts:
+            raise ValueError(f"q_kept: got {self.q_kept}; want one of {firsts} at {self.head_dim} dims: {self}")
+        if self.tails and self.q_kept not in (0, self.head_dim):
+            raise ValueError(f"tails: got True with q_kept {self.q_kept}; want 0 or {self.head_dim}: {self}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
@@ -60,8 +63,7 @@ D64 = Tiles(
 slower, they are not for. By triton 3.9 with its own ptxas S = 2k, 8k, 16k full 1.00, 0.99, 0.98 of what it makes by
 3.6, with the earlier 0.99, 0.97, 0.98."""
 D64_SHORT = Tiles(
-    64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_in_registers=True,
-    earlier_ptxas=False,
+    64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, earlier_ptxas=False
 )  # fmt: skip
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. By triton 3.9 with its own ptxas
@@ -74,23 +76,35 @@ D128 = Tiles(
 -3 %. Half way: by triton 3.9 full 0.96 ... 1.00 -> 0.99 ... 1.01 of what it makes by 3.6, by that -1 to 0 %; D 64 and
 96 -2 to -5 %."""
 D96 = Tiles(
-    96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
+    96,
+    96,
+    warpgroups=2,
+    tile_n=128,
+    q_stages=2,
+    stages=3,
+    compute_registers=240,
+    q_kept=64,
+    parts=3,
+    parts_v=3,
+    out_parts=3,
 )
 """Q and K in blocks of 32 dims are not padded to 128: S = 4k 0.99 -> 1.04 of flash-attn 4, causal 1.02 -> 1.11. V and O
-neither: +4 %, +2 %."""
-D96_DV128 = Tiles(96, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, parts=3)
+neither: +4 %, +2 %. The first 64 dims of Q in registers: +2 %, +1 %, hot +4 %, 0."""
+D96_DV128 = Tiles(96, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, q_kept=64, parts=3)
 """As above, but for V and O."""
 D192_DV128 = Tiles(
-    192, 128, warpgroups=2, tile_n=128, q_stages=1, stages=2, compute_registers=240, parts=3, out_parts=2
+    192, 128, warpgroups=2, tile_n=128, q_stages=1, stages=2, compute_registers=240, q_kept=128, parts=3, out_parts=2
 )
-"""Q and K in blocks of 64 dims are not padded to 256: S = 2k and 8k full 472 and 502 -> 685 and 742 TFLOP/s."""
+"""Q and K in blocks of 64 dims are not padded to 256: S = 2k and 8k full 472 and 502 -> 685 and 742 TFLOP/s. The
+first 128 dims of Q in registers: S = 8k 0, hot +1 %; at Dv 192 -1 to 0 %."""
 D192 = Tiles(
     192, 192, warpgroups=2, tile_n=64, q_stages=1, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
 )
 """V and O in blocks of 64 dims are not padded to 256 either: S = 2k and 8k full +15, +16 %; of that, K and V in three
 stages, not two, +3, +2 %."""
-D256 = Tiles(256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, out_parts=2)
-"""What fits: O takes half of the registers, and shared memory has room for one Q and half of O."""
+D256 = Tiles(256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, q_kept=128, out_parts=2)
+"""What fits: O takes half of the registers, and shared memory has room for one Q and half of O. A product of 64 keys
+reads as much of Q as of K: with half of Q in registers S = 8k 0, hot 0 and +1 %, 32k hot 0 and +2 %, 512 -1 and 0 %."""
 
 
 @dataclass(frozen=True)

@@ -119,15 +119,17 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
 
 
 @gluon.jit
-def scores_product(q, q_ring, q_position, k_ring, position, s):
-    """S = Q K^T of the first keys of a slot is begun, in as many parts of the dims as Q and K lie in; q: if in one."""
+def scores_product(p, q, q_ring, q_position, k_ring, position, s):
+    """S = Q K^T of the first keys of a slot is begun, in parts of the dims: those in which Q and K lie, or the first as
+    wide as Q_KEPT. q: the first part, where it is kept in registers or there is no other."""
     KEYS: gl.constexpr = s.shape[1]
-    WIDTH: gl.constexpr = k_ring.width
+    WIDTH: gl.constexpr = p.Q_KEPT if p.Q_KEPT > 0 else k_ring.width
     DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
     for part in gl.static_range(parts_of(WIDTH, DIM)):
         if DIM > WIDTH:
             q_position, position = anew(q_position), anew(position)
-            q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))
+            if part * WIDTH >= p.Q_KEPT:
+                q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))
         k = columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM)).slice(0, KEYS)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=part > 0, is_async=True)
     return s
@@ -185,10 +187,16 @@ def scaled(o, factors):
     return o
 
 
+@gluon.constexpr_function
+def all_kept(p, q_ring):
+    """Whether Q is in registers as a whole, and its slot free from then on."""
+    return q_ring.buffers.shape[4] * q_ring.parts == p.Q_KEPT
+
+
 @gluon.jit
 def release_early(p, q_ring, q_position, done):
     """Gives Q back with its last product where it has one slot: the next tile's comes under the softmax."""
-    if q_ring.depth == 1 and not p.Q_IN_REGISTERS:
+    if q_ring.depth == 1 and not all_kept(p, q_ring):
         if done:
             q_ring.release(q_position)
 
@@ -207,7 +215,7 @@ def step(
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     k_ring.await_full(position)
     take_turn(warpgroup)
-    s = scores_product(q, q_ring, q_position, k_ring, position, zero)
+    s = scores_product(p, q, q_ring, q_position, k_ring, position, zero)
     v_ring.await_full(position - 1)
     pv = unpack(probs, k_ring.buffers.dtype, p_layout)
     o = add_values(o, pv, v_ring, position - 1, has_o)
@@ -241,7 +249,7 @@ def step(
 def tail_scores(p, q, q_ring, q_position, row, col, k_ring, position, s):
     """S of the tail's keys, masked. It goes into the softmax of the block after it, and so has no turn of its own."""
     k_ring.await_full(position)
-    s = scores_product(q, q_ring, q_position, k_ring, position, s)
+    s = scores_product(p, q, q_ring, q_position, k_ring, position, s)
     s = warpgroup_mma_wait(0, deps=(s,))
     k_ring.release(position)
     return mask(p, scores(p, s), row, col, gl.SliceLayout(1, s.type.layout))
@@ -358,13 +366,14 @@ def compute_walk(
                 s_tail = tail_scores(p, q, q_ring, q_position, row_new, end * p.TILE_N, k_ring, position, s_tail)
                 m_new = gl.convert_layout(gl.max(s_tail, axis=1), row_layout)
                 position += 1
-        if p.Q_IN_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
-            q_ring.release(q_position)
+        if p.Q_KEPT > 0:
+            q = columns(q_ring, q_position, 0, p.Q_KEPT).load(gl.DotOperandLayout(0, s_layout, 2))
+            if all_kept(p, q_ring):
+                q_ring.release(q_position)
         # S of the first block but for the tail, under the last O += P V of the tile before
         k_ring.await_full(position)
         take_turn(warpgroup)
-        s = scores_product(q, q_ring, q_position, k_ring, position, zero)
+        s = scores_product(p, q, q_ring, q_position, k_ring, position, zero)
         v_ring.await_full(position - 1 - tail, pred=t > 0)
         pv = unpack(probs, out_desc.dtype, p_layout)
         o = add_values(o, pv, v_ring, position - 1 - tail, has_o)
@@ -429,7 +438,7 @@ def compute_walk(
                                       col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
-        if q_ring.depth > 1 and not p.Q_IN_REGISTERS:
+        if q_ring.depth > 1 and not all_kept(p, q_ring):
             q_ring.release(q_position)
         q_position += 1
     if warpgroup == 0:
@@ -451,14 +460,13 @@ def forward_kernel(
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    STEADY: gl.constexpr, TAILS: gl.constexpr, WAIT_HALF_WAY: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
-    PACK: gl.constexpr,
+    STEADY: gl.constexpr, TAILS: gl.constexpr, WAIT_HALF_WAY: gl.constexpr, Q_KEPT: gl.constexpr, PACK: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
-                TAILS, WAIT_HALF_WAY, Q_IN_REGISTERS, PACK)  # fmt: skip
+                TAILS, WAIT_HALF_WAY, Q_KEPT, PACK)  # fmt: skip
     q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PARTS == 3)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, PARTS == 3)
     v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, PARTS_V == 3)

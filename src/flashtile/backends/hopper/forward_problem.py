@@ -35,14 +35,14 @@ class Problem:
     STEADY: gl.constexpr
     TAILS: gl.constexpr  # up to TAIL keys past the last whole block do not cost a block
     WAIT_HALF_WAY: gl.constexpr  # for O += P V, in a STEADY step
-    Q_IN_REGISTERS: gl.constexpr
+    Q_KEPT: gl.constexpr  # dims of Q that a warpgroup keeps in registers, from the first on
     PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
 
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
         WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, TAILS, WAIT_HALF_WAY,
-        Q_IN_REGISTERS, PACK,
+        Q_KEPT, PACK,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -64,7 +64,7 @@ class Problem:
         self.STEADY = gl.constexpr(STEADY)
         self.TAILS = gl.constexpr(TAILS)
         self.WAIT_HALF_WAY = gl.constexpr(WAIT_HALF_WAY)
-        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
+        self.Q_KEPT = gl.constexpr(Q_KEPT)
         self.PACK = gl.constexpr(PACK)
 
     @gluon.jit
