@@ -14,7 +14,6 @@ import random
 import statistics
 import sys
 import tempfile
-import textwrap
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -57,33 +56,6 @@ OVERLAP = [  # O += P V is waited for before the softmax, not after it
      "        v_ring.release(position - 1 - tail, pred=t > 0)"),
 ]  # fmt: skip
 
-END_OF_TILE = """
-        v_ring.await_full(position - 1)
-        pv = unpack(probs, out_desc.dtype, p_layout)
-        o = add_values(o, pv, v_ring, position - 1, has_o)
-        o = product_wait(o)
-        v_ring.release(position - 1)
-        finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
-"""
-FLAT_LOOP = [  # the last O += P V of a tile and its epilogue come before the next tile is begun
-    ("""        v_ring.await_full(position - 1 - tail, pred=t > 0)
-        pv = unpack(probs, out_desc.dtype, p_layout)
-        o = add_values(o, pv, v_ring, position - 1 - tail, has_o)
-        pass_turn(warpgroup, p.WARPGROUPS)
-        s = warpgroup_mma_wait(len(o), deps=(s,))
-""", """        pass_turn(warpgroup, p.WARPGROUPS)
-        s = warpgroup_mma_wait(0, deps=(s,))
-"""),
-    ("""        o = product_wait(o)
-        v_ring.release(position - 1 - tail, pred=t > 0)
-        if t > 0:
-            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
-                   row_layout)  # fmt: skip
-""", ""),
-    ("\n        if q_ring.depth > 1", END_OF_TILE + "        if q_ring.depth > 1"),
-    (textwrap.dedent(END_OF_TILE).replace("\n", "\n    ").rstrip(" "), "\n"),
-]  # fmt: skip
-
 
 def in_turn(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, programs: int) -> Lists:
     """Tiles as a grid would have them: of one head after the other, dealt out to the programs in turn."""
@@ -106,7 +78,7 @@ CHOICES = {
     "all": Choice(),
     "no ping-pong": Choice(PING_PONG),
     "no overlap of softmax and P V": Choice(OVERLAP),
-    "no flat loop": Choice(FLAT_LOOP),
+    "no flat loop": Choice(tiles=lambda t: replace(t, flat=False) if t.flat else None),
     "tiles dealt out in turn": Choice(schedule=in_turn),
     "a running maximum": Choice(steady=False),
     "Q in one slot": Choice(tiles=lambda t: replace(t, q_stages=1) if t.q_stages > 1 else None),

@@ -405,7 +405,7 @@ def test_keys_past_the_last_whole_block(dims, seqlen_q, past, left, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside another stream"])
 def test_a_thousand_repeats_give_the_same_bits(dim, busy):
     case = spec((2000, 2000), (16, 4), (dim, dim), BF16, right=0)

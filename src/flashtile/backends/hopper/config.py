@@ -26,6 +26,7 @@ class Tiles:
     out_parts: int = 1  # O leaves in this many parts, through shared memory for one
     load_registers: int = 24
     tails: bool = False  # without a mask, up to 16 keys past the last whole block take products of 16
+    flat: bool = True  # a tile's first product runs under the last of the tile before
     wait_half_way: bool = False  # for O += P V, where no running maximum is sought
     earlier_ptxas: bool = True  # see ptxas.py
     tile_m: int = 64  # rows of one wgmma
@@ -102,9 +103,12 @@ D192 = Tiles(
 )
 """V and O in blocks of 64 dims are not padded to 256 either: S = 2k and 8k full +15, +16 %; of that, K and V in three
 stages, not two, +3, +2 %."""
-D256 = Tiles(256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, q_kept=128, out_parts=2)
+D256 = Tiles(
+    256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, q_kept=128, out_parts=2, flat=False
+)
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O. A product of 64 keys
-reads as much of Q as of K: with half of Q in registers S = 8k 0, hot 0 and +1 %, 32k hot 0 and +2 %, 512 -1 and 0 %."""
+reads as much of Q as of K: with half of Q in registers S = 8k 0, hot 0 and +1 %, 32k hot 0 and +2 %, 512 -1 and 0 %. A
+tile that ends before the next begins: 12 instructions of a step fewer, S = 512 +2 and +3 %, 8k 0 and +1 %, hot +1 %."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A persistent program per multiprocessor walks the tiles of its schedule. One warp loads by TMA; two or three
 warpgroups compute 64 rows each by WGMMA, S of key block j + 1 issued before the softmax of block j (section 3.2),
-and take turns on the matrix units (ping-pong, section 3.1). The walk is one flat loop: the first product of a tile runs
-under the last of the tile before, and its epilogue under the next softmax.
+and take turns on the matrix units (ping-pong, section 3.1). Up to 192 dims the walk is one flat loop: the first
+product of a tile runs under the last of the tile before, and its epilogue under the next softmax.
 
 Blocks that need no mask keep the maximum that the blocks before them found (STEADY). Any number will do for it, as it
 cancels in O / l and in L, as long as nothing overflows; a program that finds it did walks its tiles again, with the
@@ -310,6 +310,20 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
 
 
 @gluon.jit
+def end_tile(
+    p, o, probs, m, l, has_o, v_ring, position, batch, head, row, out_desc, lse_ptr, out_buffer, failures,
+    p_layout: gl.constexpr, row_layout: gl.constexpr,
+):  # fmt: skip
+    """The last O += P V of a tile, and its epilogue; returns O, whose registers the next tile's takes."""
+    v_ring.await_full(position)
+    o = add_values(o, unpack(probs, out_desc.dtype, p_layout), v_ring, position, has_o)
+    o = product_wait(o)
+    v_ring.release(position)
+    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures, row_layout)
+    return o
+
+
+@gluon.jit
 def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures):
     """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
     mine = failures.slice(warpgroup * p.TILE_M, p.TILE_M)
@@ -370,26 +384,28 @@ def compute_walk(
             q = columns(q_ring, q_position, 0, p.Q_KEPT).load(gl.DotOperandLayout(0, s_layout, 2))
             if all_kept(p, q_ring):
                 q_ring.release(q_position)
-        # S of the first block but for the tail, under the last O += P V of the tile before
+        # S of the first block but for the tail; flat: under the last O += P V of the tile before
         k_ring.await_full(position)
         take_turn(warpgroup)
         s = scores_product(p, q, q_ring, q_position, k_ring, position, zero)
-        v_ring.await_full(position - 1 - tail, pred=t > 0)
-        pv = unpack(probs, out_desc.dtype, p_layout)
-        o = add_values(o, pv, v_ring, position - 1 - tail, has_o)
+        if p.FLAT:
+            v_ring.await_full(position - 1 - tail, pred=t > 0)
+            pv = unpack(probs, out_desc.dtype, p_layout)
+            o = add_values(o, pv, v_ring, position - 1 - tail, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
-        s = warpgroup_mma_wait(len(o), deps=(s,))
+        s = warpgroup_mma_wait(len(o) if p.FLAT else 0, deps=(s,))
         k_ring.release(position)
         blocks_here = gl.where(row_new < p.seqlen_q, end - first, 1)
         release_early(p, q_ring, q_position, blocks_here == 1)
         to_mask = (full_end < end) | (full_first == end)
         probs_new, m_new, _ = softmax(p, s, m_new, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
         l_new = row_sums_by_lane(probs_new)
-        o = product_wait(o)
-        v_ring.release(position - 1 - tail, pred=t > 0)
-        if t > 0:
-            finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
-                   row_layout)  # fmt: skip
+        if p.FLAT:
+            o = product_wait(o)
+            v_ring.release(position - 1 - tail, pred=t > 0)
+            if t > 0:
+                finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
+                       row_layout)  # fmt: skip
         if p.TAILS:
             if tail > 0:
                 o, l_new = add_tail(p, s_tail, o, m_new, l_new, v_ring, position - 1, p_layout)
@@ -441,15 +457,15 @@ def compute_walk(
         if q_ring.depth > 1 and not all_kept(p, q_ring):
             q_ring.release(q_position)
         q_position += 1
+        if not p.FLAT:
+            o = end_tile(p, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, out_desc, lse_ptr,
+                         out_buffers.index(warpgroup), failures, p_layout, row_layout)  # fmt: skip
     if warpgroup == 0:
         take_turn(warpgroup)
     keep_apart(warpgroup)
-    v_ring.await_full(position - 1)
-    pv = unpack(probs, out_desc.dtype, p_layout)
-    o = add_values(o, pv, v_ring, position - 1, has_o)
-    o = product_wait(o)
-    v_ring.release(position - 1)
-    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures, row_layout)
+    if p.FLAT:
+        end_tile(p, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, out_desc, lse_ptr,
+                 out_buffers.index(warpgroup), failures, p_layout, row_layout)  # fmt: skip
     tma.store_wait(0)
     return q_position, position
 
@@ -460,13 +476,14 @@ def forward_kernel(
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    STEADY: gl.constexpr, TAILS: gl.constexpr, WAIT_HALF_WAY: gl.constexpr, Q_KEPT: gl.constexpr, PACK: gl.constexpr,
+    STEADY: gl.constexpr, TAILS: gl.constexpr, FLAT: gl.constexpr, WAIT_HALF_WAY: gl.constexpr, Q_KEPT: gl.constexpr,
+    PACK: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
-                TAILS, WAIT_HALF_WAY, Q_KEPT, PACK)  # fmt: skip
+                TAILS, FLAT, WAIT_HALF_WAY, Q_KEPT, PACK)  # fmt: skip
     q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PARTS == 3)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, PARTS == 3)
     v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, PARTS_V == 3)

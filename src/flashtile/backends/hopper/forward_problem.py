@@ -34,6 +34,7 @@ class Problem:
     SOFTCAP: gl.constexpr
     STEADY: gl.constexpr
     TAILS: gl.constexpr  # up to TAIL keys past the last whole block do not cost a block
+    FLAT: gl.constexpr  # a tile begins before the last has ended
     WAIT_HALF_WAY: gl.constexpr  # for O += P V, in a STEADY step
     Q_KEPT: gl.constexpr  # dims of Q that a warpgroup keeps in registers, from the first on
     PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
@@ -41,7 +42,7 @@ class Problem:
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, TAILS, WAIT_HALF_WAY,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, TAILS, FLAT, WAIT_HALF_WAY,
         Q_KEPT, PACK,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
@@ -63,6 +64,7 @@ class Problem:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.STEADY = gl.constexpr(STEADY)
         self.TAILS = gl.constexpr(TAILS)
+        self.FLAT = gl.constexpr(FLAT)
         self.WAIT_HALF_WAY = gl.constexpr(WAIT_HALF_WAY)
         self.Q_KEPT = gl.constexpr(Q_KEPT)
         self.PACK = gl.constexpr(PACK)
