@@ -48,12 +48,12 @@ PING_PONG = [("\n@gluon.jit\ndef load_q(", NO_TURNS)]
 OVERLAP = [  # O += P V is waited for before the softmax, not after it
     ("    s = warpgroup_mma_wait(len(o), deps=(s,))\n    k_ring",
      "    o = product_wait(o)\n    s = warpgroup_mma_wait(0, deps=(s,))\n    k_ring"),
-    ("        s = warpgroup_mma_wait(len(o), deps=(s,))\n        k_ring",
-     "        o = product_wait(o)\n        s = warpgroup_mma_wait(0, deps=(s,))\n        k_ring"),
+    ("        s = warpgroup_mma_wait(len(o) if p.FLAT else 0, deps=(s,))\n",
+     "        if p.FLAT:\n            o = product_wait(o)\n        s = warpgroup_mma_wait(0, deps=(s,))\n"),
     ("    o = product_wait(o)\n    v_ring.release(position - 1)\n    if HALF_WAY",
      "    v_ring.release(position - 1)\n    if HALF_WAY"),
-    ("        o = product_wait(o)\n        v_ring.release(position - 1 - tail, pred=t > 0)",
-     "        v_ring.release(position - 1 - tail, pred=t > 0)"),
+    ("            o = product_wait(o)\n            v_ring.release(position - 1 - tail, pred=t > 0)",
+     "            v_ring.release(position - 1 - tail, pred=t > 0)"),
 ]  # fmt: skip
 
 
