@@ -77,18 +77,9 @@ D128 = Tiles(
 -3 %. Half way: by triton 3.9 full 0.96 ... 1.00 -> 0.99 ... 1.01 of what it makes by 3.6, by that -1 to 0 %; D 64 and
 96 -2 to -5 %."""
 D96 = Tiles(
-    96,
-    96,
-    warpgroups=2,
-    tile_n=128,
-    q_stages=2,
-    stages=3,
-    compute_registers=240,
-    q_kept=64,
-    parts=3,
-    parts_v=3,
+    96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, q_kept=64, parts=3, parts_v=3,
     out_parts=3,
-)
+)  # fmt: skip
 """Q and K in blocks of 32 dims are not padded to 128: S = 4k 0.99 -> 1.04 of flash-attn 4, causal 1.02 -> 1.11. V and O
 neither: +4 %, +2 %. The first 64 dims of Q in registers: +2 %, +1 %, hot +4 %, 0."""
 D96_DV128 = Tiles(96, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, q_kept=64, parts=3)
