@@ -22,6 +22,7 @@ Result = TypeVar("Result")
 
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache; the size that triton.testing.do_bench uses
 _MAX_CALLS = 200
+# An 8192^3 bfloat16 matrix product makes 781 TFLOP/s on an H200 after such a rest, 657 after so much of itself.
 _REST_S = 0.1
 _HEAT_MS = 200
 
