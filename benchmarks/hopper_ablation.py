@@ -3,7 +3,7 @@
     python benchmarks/hopper_ablation.py benchmarks/results/hopper-ablation-h200.json
 
 A choice is switched off in the kernel's own source, or in what the host gives it. Each variant is checked against the
-kernel before it is timed, in random order on a hot GPU. bfloat16, 16k tokens, hidden size 2048.
+kernel before it is timed, in random order, on a GPU that does not rest. bfloat16, 16k tokens, hidden size 2048.
 """
 
 from __future__ import annotations

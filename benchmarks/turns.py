@@ -61,13 +61,13 @@ class Asked(NamedTuple):
 
 def asked(text: str, mode: str, provider: str, pace: str) -> Asked:
     """What a case's text means in a mode."""
+    if pace not in (["cool"] if mode == "decode" else PACES):
+        raise ValueError(f"pace: got {pace!r}; want cool or, but for decode, hot")
     if mode == "decode":
         points = [point.name for point in decode_benchmark().POINTS]
         if text not in points:
             raise ValueError(f"case: got {text!r}; want one of {', '.join(map(repr, points))}")
         return Asked(text, {"point": text, "provider": provider}, None)
-    if pace not in PACES:
-        raise ValueError(f"pace: got {pace!r}; want {' or '.join(PACES)}")
     if mode not in ("fwd", "bwd"):
         raise ValueError(f"mode: got {mode!r}; want fwd, bwd or decode")
     case = case_of(text)

@@ -54,8 +54,9 @@ def test_what_is_not_a_case_or_a_mode_is_refused(beside_decode):
         turns.asked("64,32,8", "decode", "flashtile", "cool")
     with pytest.raises(ValueError, match="mode: got 'both'; want fwd, bwd or decode"):
         turns.asked("64 full 512", "both", "flashtile-hopper", "cool")
-    with pytest.raises(ValueError, match="pace: got 'warm'; want cool or hot"):
-        turns.asked("64 full 512", "fwd", "flashtile-hopper", "warm")
+    for mode, pace in (("fwd", "warm"), ("decode", "hot")):
+        with pytest.raises(ValueError, match=f"pace: got '{pace}'; want cool or, but for decode, hot"):
+            turns.asked("64 full 512", mode, "flashtile-hopper", pace)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from .bench.explain import lines as explanation_lines
 from .bench.host import measure as host_times
 from .bench.plots import save_bars
 from .bench.providers import PROVIDERS, default_names
-from .bench.report import Report, atomically, compare_reports, describe_machine
+from .bench.report import PREFIXES, Report, atomically, compare_reports, describe_machine
 from .bench.runner import Effort, run, steps
 from .bench.tables import print_explanation, print_host_times, print_ratios, print_report, print_verdicts
 from .bench.timing import copy_bytes, gemm_flops
@@ -258,7 +258,7 @@ def measure(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("matrix product and copy", total=1 + steps(cases, providers))
         gemm = {
-            "gemm_flops" if pace == "cool" else f"{pace}_gemm_flops": {
+            f"{PREFIXES[pace]}gemm_flops": {
                 dtype: gemm_flops(device, DTYPES[dtype], pace) for dtype in ("float32", "bfloat16")
             }
             for pace in effort.paces

@@ -25,6 +25,8 @@ from .counting import Mode
 from .timing import Pace
 
 SCHEMA = 1
+PREFIXES: dict[Pace, str] = {"cool": "", "hot": "hot_"}
+"""What stands before the name of a time or a rate, by the pace at which it was taken."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         times: dict[str, Any] = {}
-        for pace, prefix in _JSON_PREFIX.items():
+        for pace, prefix in PREFIXES.items():
             rate = self.flops_per_second(pace)
             times[f"{prefix}ms"] = self.median_ms(pace)
             times[f"{prefix}rounds_ms"] = list(self.rounds_ms.get(pace, ()))
@@ -87,14 +89,11 @@ class Row:
             return math.nan if value is None else value
 
         errors = tuple(Error(e["name"], number(e["error"]), number(e["budget"])) for e in row["errors"])
-        rounds = {pace: tuple(row.get(f"{prefix}rounds_ms", ())) for pace, prefix in _JSON_PREFIX.items()}
+        rounds = {pace: tuple(row.get(f"{prefix}rounds_ms", ())) for pace, prefix in PREFIXES.items()}
         return Row(
             Case(**row["case"]), row["provider"], row["mode"], row["flops"],
             {pace: ms for pace, ms in rounds.items() if ms}, row["extra_bytes"], errors, row["reason"],
         )  # fmt: skip
-
-
-_JSON_PREFIX: dict[Pace, str] = {"cool": "", "hot": "hot_"}
 
 
 def _finite(value: float) -> float | None:
@@ -209,7 +208,7 @@ class Ratio:
 
     base: Row
     row: Row
-    pace: Pace = "cool"
+    pace: Pace
 
     @property
     def speedup(self) -> float:

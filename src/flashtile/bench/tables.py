@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..testing import Error, Result
 from .host import HostTime
-from .report import Ratio, Report, Row, compare_providers, geometric_mean
+from .report import PREFIXES, Ratio, Report, Row, compare_providers, geometric_mean
 from .timing import Pace
 from .verify import Verdict
 
@@ -47,9 +47,9 @@ def print_machine(console: Console, report: Report) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     console.print(f"{machine['device']['name']} · {versions} · commit {machine['commit'] or 'unknown'}", markup=False)
     rates = ", ".join(
-        f"{dtype}{hot} {rate / scale:.0f} {unit}"
-        for key, hot in (("gemm_flops", ""), ("hot_gemm_flops", " (hot)"))
-        for dtype, rate in machine.get(key, {}).items()
+        f"{dtype}{prefix and f' ({pace})'} {rate / scale:.0f} {unit}"
+        for pace, prefix in PREFIXES.items()
+        for dtype, rate in machine.get(f"{prefix}gemm_flops", {}).items()
     )
     console.print(f"in this run: matrix product {rates} · copy {machine['copy_bytes'] / 1e9:.0f} GB/s", markup=False)
     providers = list(dict.fromkeys(row.provider for row in report.rows))

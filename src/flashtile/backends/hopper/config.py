@@ -98,8 +98,8 @@ D256 = Tiles(
     256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, q_kept=128, out_parts=2, flat=False
 )
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O. A product of 64 keys
-reads as much of Q as of K: with half of Q in registers S = 8k 0, hot 0 and +1 %, 32k hot 0 and +2 %, 512 -1 and 0 %. A
-tile that ends before the next begins: 12 instructions of a step fewer, S = 512 +2 and +3 %, 8k 0 and +1 %, hot +1 %."""
+reads as much of Q as of K: with half of Q in registers S = 8k 0, hot 0 and +1 %, 32k hot 0 to +2 %, 512 -1 to 0 %. A
+tile that ends before the next begins: 12 instructions of a step fewer, S = 512 +3 and +2 %, 8k +1 and 0 %, hot +1 %."""
 
 
 @dataclass(frozen=True)
