@@ -52,8 +52,8 @@ OVERLAP = [  # O += P V is waited for before the softmax, not after it
      "        if p.FLAT:\n            o = product_wait(o)\n        s = warpgroup_mma_wait(0, deps=(s,))\n"),
     ("    o = product_wait(o)\n    v_ring.release(position - 1)\n    if HALF_WAY",
      "    v_ring.release(position - 1)\n    if HALF_WAY"),
-    ("            o = product_wait(o)\n            v_ring.release(position - 1 - tail, pred=t > 0)",
-     "            v_ring.release(position - 1 - tail, pred=t > 0)"),
+    ("            o = product_wait(o)\n            v_ring.release(position - 1 - tail - unseen, pred=t > 0)",
+     "            v_ring.release(position - 1 - tail - unseen, pred=t > 0)"),
 ]  # fmt: skip
 
 

@@ -198,7 +198,7 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
     spills = spills_in_loops(compiled)
-    loops = hopper_config.choose(case).warpgroups * (3 if mask == "causal" else 2)  # with a mask, careful, steady
+    loops = 2 * hopper_config.choose(case).warpgroups  # steady, and with a mask or a running maximum
     message = f"triton {triton.__version__}, {usage}: spills by loop, the shortest first: {spills}"
     assert len(spills) == loops, message
     assert not any(spills), message

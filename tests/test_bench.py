@@ -131,6 +131,19 @@ def build_as(change):
     return Provider("changed", lambda case, device, mode: None, build)
 
 
+def test_matrix_products_of_as_many_flops_as_a_case(monkeypatch):
+    for module in ("timing", "runner"):
+        monkeypatch.setattr(f"flashtile.bench.{module}.gemm_size", lambda device: 64)
+    (rows,) = run([SMALL], ("fwd", "bwd"), {"sdpa": PROVIDERS["sdpa"]}, CPU, replace(QUICK, gemm=True))
+    found = {(row.provider, row.mode): row for row in rows}
+    assert set(found) == {(name, mode) for name in ("sdpa", "matrix product") for mode in ("fwd", "bwd")}
+    for mode in ("fwd", "bwd"):
+        attention, products = found["sdpa", mode], found["matrix product", mode]
+        assert products.flops % (2 * 64**3) == 0
+        assert abs(products.flops - attention.flops) <= 64**3 or products.flops == 2 * 64**3
+        assert len(products.rounds_ms["cool"]) == QUICK.rounds
+
+
 def test_a_right_provider_gets_speed_memory_and_errors():
     rows = run_one({"standard": PROVIDERS["standard"], "sdpa": PROVIDERS["sdpa"]})
     assert set(rows) == {(name, mode) for name in ("standard", "sdpa") for mode in ("fwd", "bwd")}
@@ -329,6 +342,9 @@ def test_comparisons():
     assert compare_reports(a_report(), a_report(provider="other")) == []
     rows = (*a_report().rows, *a_report(speed=4.0, provider="ours").rows)
     assert [ratio.speedup for ratio in compare_providers(rows, "ours", "sdpa")] == [4.0, 4.0, 4.0]
+    twice = tuple(replace(row, flops=2 * row.flops) for row in a_report(provider="twice").rows)
+    ratios = compare_providers((*a_report().rows, *twice), "twice", "sdpa")
+    assert [ratio.speedup for ratio in ratios] == [2.0, 2.0, 2.0]  # of work, in the same time
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
     assert math.isnan(geometric_mean([]))
 

@@ -369,19 +369,32 @@ def test_gradients_of_out_may_lie_anyhow(dout):
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen_k", [1628, 9000])
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("growth", "value"),
     [(0.0, 1.0), (60.0, 1.0), (20.0, 1e37)],
     ids=["scores alike", "scores that overflow", "products that overflow"],
 )
-def test_rows_that_outgrow_the_maximum_of_their_last_keys(dim, right, growth, value):
-    """Scores grow towards the first keys, which are computed last."""
-    case = spec((1500, 1628), (8, 8), (dim, dim), BF16, right=right)
+def test_rows_that_outgrow_the_maximum_of_their_last_keys(dim, seqlen_k, right, growth, value):
+    """Scores grow towards the first keys, which are computed after the last."""
+    case = spec((1500, seqlen_k), (8, 8), (dim, dim), BF16, right=right)
     inputs = make_inputs(case, "cuda")
     k = inputs.k * (1 + growth * torch.linspace(1, 0, case.seqlen_k, device="cuda")[None, :, None, None]).to(BF16)
     inputs = inputs._replace(k=k, v=inputs.v * value)
     out, lse = flash_attn_func(*inputs[:3], window_size=(-1, right), return_lse=True, backend="hopper")
+    assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("seqlen_q", [1200, 9300])
+@pytest.mark.parametrize("window", [(-1, 0), (5000, 100), (150, 3)], ids=["causal", "window", "window of few keys"])
+def test_many_keys_and_a_mask(dims, seqlen_q, window):
+    case = spec((seqlen_q, 9000), (4, 2), dims, BF16, batch=1, left=window[0], right=window[1])
+    inputs = make_inputs(case, "cuda")
+    out, lse = flash_attn_func(*inputs[:3], window_size=window, return_lse=True, backend="hopper")
     assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
 
 

@@ -73,6 +73,31 @@ def test_other_tiles_are_right_too(change):
     assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
 
 
+OWN_BLOCKS = {
+    "three warpgroups": (spec((500, 390), (2, 2), (64, 64), BF16, batch=1, right=0), config.D64),
+    "the longest tile's last block is seen by its last rows alone": (
+        spec((192, 641), (1, 1), (64, 64), BF16, batch=1, right=0), config.D64,
+    ),
+    "window": (spec((400, 700), (1, 1), (64, 64), BF16, batch=2, left=300, right=30), config.D64),
+    "window of few keys": (spec((400, 400), (1, 1), (64, 64), BF16, batch=1, left=3, right=2), config.D64),
+    "more queries": (spec((500, 130), (2, 1), (64, 64), BF16, batch=1, right=0), config.D64),
+    "packed": (spec((50, 600), (8, 2), (64, 64), BF16, batch=1, right=0), config.D64),
+    "D 128": (spec((200, 500), (2, 1), (128, 128), BF16, batch=1, right=0), config.D128),
+    "D 192": (spec((300, 500), (2, 1), (192, 192), BF16, batch=1, right=0), config.D192),
+    "D 256": (spec((200, 450), (2, 1), (256, 256), BF16, batch=1, right=0), config.D256),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_BLOCKS)
+@pytest.mark.parametrize("many", [0, 8192], ids=["as if keys were many", "few keys"])
+def test_warpgroups_end_where_their_own_rows_see_no_more(name, many, monkeypatch):
+    monkeypatch.setattr(gluon_on_cpu.load("forward"), "MANY_KEYS", many)
+    case, tiles = OWN_BLOCKS[name]
+    inputs = make_inputs(case)
+    result = forward_on_cpu(case, tiles, inputs, 2)
+    assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
+
+
 PAST_BLOCKS = {
     "D 64": (spec((130, 0), (2, 2), (64, 64), BF16, batch=1), config.D64),
     "Q in registers": (spec((130, 0), (2, 1), (64, 64), BF16, batch=1), config.D64_SHORT),

@@ -69,6 +69,7 @@ def attention(
     device: DeviceOption = "",
     rounds: Annotated[int, typer.Option(min=1, help="interleaved rounds; the result is their median")] = 5,
     hot: Annotated[bool, typer.Option("--hot", help="also time calls on end, on a GPU at its limit of power")] = False,
+    gemm: Annotated[bool, typer.Option("--gemm", help="also time matrix products of as many FLOPs")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON report, written after every case")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG bar chart")] = None,
 ) -> None:
@@ -95,7 +96,7 @@ def attention(
     for path, option in ((output, "--output"), (plot, "--plot")):
         _check_writable(path, option)
     console = wide_console()
-    effort = Effort(rounds=rounds, paces=("cool", "hot") if hot else ("cool",))
+    effort = Effort(rounds=rounds, paces=("cool", "hot") if hot else ("cool",), gemm=gemm)
     report = measure(console, cases, modes, names, target, effort, output)
     print_report(console, report)
     if plot is not None:

@@ -212,10 +212,10 @@ class Ratio:
 
     @property
     def speedup(self) -> float:
-        base_ms, ms = self.base.median_ms(self.pace), self.row.median_ms(self.pace)
-        assert base_ms is not None
-        assert ms is not None
-        return base_ms / ms
+        base, rate = self.base.flops_per_second(self.pace), self.row.flops_per_second(self.pace)
+        assert base is not None
+        assert rate is not None
+        return rate / base
 
     @property
     def kind(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,18 +14,25 @@ from .cases import Case
 from .counting import Mode, flops, paper_pairs
 from .providers import Attention, Provider
 from .report import Row
-from .timing import Pace, interleaved, with_peak_bytes
+from .timing import Pace, gemm_size, gemms, interleaved, with_peak_bytes
+
+GEMM = "matrix product"
+"""The provider of rows that say what matrix products of as many FLOPs as a case take."""
 
 _FIRST_CALL_BYTES = 256 << 20  # far more than a first call's own memory: above it, that does not matter
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to look: `rounds` interleaved rounds of about `round_ms` milliseconds per provider and pace."""
+    """How long to look: `rounds` interleaved rounds of about `round_ms` milliseconds per provider and pace.
+
+    gemm: at matrix products too, of as many FLOPs as the case, in the same rounds.
+    """
 
     rounds: int = 5
     round_ms: float = 50.0
     paces: tuple[Pace, ...] = ("cool",)
+    gemm: bool = False
 
 
 @dataclass
@@ -71,9 +79,7 @@ def _run_case(
         on_step(f"{case.label}: checking {name}")
         contenders.append(checked(name, provider, case, modes, inputs, sample, device))
     on_step(f"{case.label}: timing")
-    for mode in modes:
-        _time_mode(mode, [c for c in contenders if c.rows[mode].reason is None], inputs, device, effort)
-    return [contender.rows[mode] for mode in modes for contender in contenders]
+    return [row for mode in modes for row in _timed(case, mode, contenders, inputs, device, effort)]
 
 
 def problem_of(case: Case, modes: Sequence[Mode], device: torch.device) -> tuple[Inputs, Sample]:
@@ -133,18 +139,25 @@ def _errors(result: Result, mode: Mode, inputs: Inputs, sample: Sample) -> list[
     return sample.errors(result)
 
 
-def _time_mode(
-    mode: Mode, contenders: Sequence[Contender], inputs: Inputs, device: torch.device, effort: Effort
-) -> None:
-    """Fills in the times of `mode`; a contender that fails here (out of memory, say) gets the reason instead."""
-    by_name = {contender.name: contender for contender in contenders}
-    prepare = {name: lambda c=contender: timed_call(mode, c.attention, inputs) for name, contender in by_name.items()}
+def _timed(
+    case: Case, mode: Mode, contenders: Sequence[Contender], inputs: Inputs, device: torch.device, effort: Effort
+) -> list[Row]:
+    """The rows of `mode` with their times; a contender that fails here (out of memory, say) gets the reason instead."""
+    rows = {contender.name: contender.rows[mode] for contender in contenders}
+    prepare: dict[str, Callable[[], Callable[[], object]]] = {
+        c.name: partial(timed_call, mode, c.attention, inputs) for c in contenders if c.rows[mode].reason is None
+    }
+    if effort.gemm:
+        spec, product = case.spec, 2 * gemm_size(device) ** 3
+        count = max(1, round(flops(spec, mode, paper_pairs(spec)) / product))
+        rows[GEMM] = Row(case, GEMM, mode, count * product)
+        prepare[GEMM] = partial(gemms, count, device, spec.dtype)
     times, failures = interleaved(prepare, device, rounds=effort.rounds, round_ms=effort.round_ms, paces=effort.paces)
     for name, by_pace in times.items():
-        rows = by_name[name].rows
-        rows[mode] = replace(rows[mode], rounds_ms={pace: tuple(ms) for pace, ms in by_pace.items()})
+        rows[name] = replace(rows[name], rounds_ms={pace: tuple(ms) for pace, ms in by_pace.items()})
     for name, failure in failures.items():
-        by_name[name].rows[mode] = replace(by_name[name].rows[mode], reason=_first_line(failure))
+        rows[name] = replace(rows[name], reason=_first_line(failure))
+    return list(rows.values())
 
 
 def timed_call(mode: Mode, attention: Attention, inputs: Inputs) -> Callable[[], object]:

@@ -162,11 +162,26 @@ def _resident_peak() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def gemm_flops(device: torch.device, dtype: torch.dtype, pace: Pace = "cool") -> float:
-    """FLOP/s of a square matrix product, the ceiling of anything built of matrix products."""
-    size = 8192 if device.type == "cuda" else 2048
+def gemm_size(device: torch.device) -> int:
+    """Rows and columns of the square matrix product beside which attention is put."""
+    return 8192 if device.type == "cuda" else 2048
+
+
+def gemms(count: int, device: torch.device, dtype: torch.dtype) -> Call:
+    """`count` such products on end, the ceiling of anything built of matrix products."""
+    size = gemm_size(device)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / (_median_of_rounds(lambda: a @ b, device, pace) * 1e-3)
+
+    def call() -> None:
+        for _ in range(count):
+            a @ b
+
+    return call
+
+
+def gemm_flops(device: torch.device, dtype: torch.dtype, pace: Pace = "cool") -> float:
+    """FLOP/s of one such product."""
+    return 2 * gemm_size(device) ** 3 / (_median_of_rounds(gemms(1, device, dtype), device, pace) * 1e-3)
 
 
 def copy_bytes(device: torch.device) -> float:

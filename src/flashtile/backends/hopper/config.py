@@ -39,6 +39,8 @@ class Tiles:
             raise ValueError(f"q_kept: got {self.q_kept}; want one of {firsts} at {self.head_dim} dims: {self}")
         if self.tails and self.q_kept not in (0, self.head_dim):
             raise ValueError(f"tails: got True with q_kept {self.q_kept}; want 0 or {self.head_dim}: {self}")
+        if self.rows - self.tile_m > self.tile_n:
+            raise ValueError(f"tile_n: got {self.tile_n}; want what warpgroups' rows lie apart, at most: {self}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
@@ -224,5 +226,4 @@ def choose(spec: AttentionSpec) -> Tiles:
         if spec.head_dim > 96:
             return D128
         return D96_DV128 if spec.head_dim_v > 96 else D96
-    short = spec.seqlen_q <= (2048 if spec.window_right >= 0 else 1024)
-    return D64_SHORT if short else D64
+    return D64_SHORT if spec.seqlen_q <= 1024 else D64

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import add_rings, anew, load_slot, make_ring
-from .forward_problem import TAIL, Problem, mask
+from .forward_problem import MANY_KEYS, TAIL, Problem, mask, middle_blocks
 from .tile import (
     add_product,
     columns,
@@ -86,6 +86,9 @@ def load_loop(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures):
 def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, position):
     """Q of every tile, and its blocks of K and V from the last to the first; returns the positions after them.
 
+    Where tiles end at different keys, and these are many, the blocks without a mask come from the first to the last:
+    programs at work on a head then read the same ones at the same time.
+
     In the order in which slots become free, and are needed: V after the next block's K; Q, where it has one slot,
     after its tile's first K.
     """
@@ -96,13 +99,18 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
     col_before = -1
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
-        first, _, _, end, tail = p.key_blocks(m_block)
+        first, full_first, full_end, end, tail = p.key_blocks(m_block)
+        last, middle = middle_blocks(first, full_first, full_end, end)
         end += tail
         if not LATE_Q:
             load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
         head_k = head // p.group
         for i in range(end - first):
-            col = (end - 1 - i) * p.TILE_N
+            block = end - 1 - i
+            if p.HAS_RIGHT:
+                turned = (p.seqlen_k >= MANY_KEYS) & (block >= last) & (block < middle)
+                block = gl.where(turned, last + middle - 1 - block, block)
+            col = block * p.TILE_N
             load_slot(k_desc, k_ring, position, batch, col, head_k, k_ring.parts)
             if col_before >= 0:
                 load_slot(v_desc, v_ring, position - 1, batch_before, col_before, head_before, v_ring.parts)
@@ -269,14 +277,19 @@ def add_tail(p, s, o, m, l, v_ring, position, p_layout: gl.constexpr):
 
 
 @gluon.jit
-def sit_out(warpgroup: gl.constexpr, p, position, k_ring, v_ring):
-    """A step of a warpgroup whose rows lie past the end of Q: it lets the others go on."""
+def sit_out_scores(warpgroup: gl.constexpr, p, position, k_ring):
+    """S of a block of which no row of this warpgroup is to see anything: it lets the others go on."""
     k_ring.await_full(position)
     take_turn(warpgroup)
     pass_turn(warpgroup, p.WARPGROUPS)
     k_ring.release(position)
-    v_ring.await_full(position - 1)
-    v_ring.release(position - 1)
+
+
+@gluon.jit
+def sit_out_values(position, v_ring):
+    """O += P V of such a block."""
+    v_ring.await_full(position)
+    v_ring.release(position)
 
 
 @gluon.jit
@@ -370,6 +383,13 @@ def compute_walk(
         batch_new, head_new, m_block = p.place(entry)
         entry = gl.load(entries + t + 1)  # of the next tile: it takes as long as a product
         first, full_first, full_end, end, tail = p.key_blocks(m_block)
+        unseen = 0  # or 1: the block at the end, which only other warpgroups see
+        if p.OWN_BLOCKS:
+            full_end, unseen = p.own_blocks(m_block, warpgroup, first, full_first, full_end, end)
+            end -= unseen
+            if unseen > 0:
+                sit_out_scores(warpgroup, p, position, k_ring)
+                position += 1
         row_new = p.first_query(m_block, warpgroup)
         q_ring.await_full(q_position)
         q = matrix(q_ring.buffer(q_position, 0))
@@ -389,9 +409,9 @@ def compute_walk(
         take_turn(warpgroup)
         s = scores_product(p, q, q_ring, q_position, k_ring, position, zero)
         if p.FLAT:
-            v_ring.await_full(position - 1 - tail, pred=t > 0)
+            v_ring.await_full(position - 1 - tail - unseen, pred=t > 0)
             pv = unpack(probs, out_desc.dtype, p_layout)
-            o = add_values(o, pv, v_ring, position - 1 - tail, has_o)
+            o = add_values(o, pv, v_ring, position - 1 - tail - unseen, has_o)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(len(o) if p.FLAT else 0, deps=(s,))
         k_ring.release(position)
@@ -402,10 +422,13 @@ def compute_walk(
         l_new = row_sums_by_lane(probs_new)
         if p.FLAT:
             o = product_wait(o)
-            v_ring.release(position - 1 - tail, pred=t > 0)
+            v_ring.release(position - 1 - tail - unseen, pred=t > 0)
             if t > 0:
                 finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
                        row_layout)  # fmt: skip
+        if p.OWN_BLOCKS:
+            if unseen > 0:
+                sit_out_values(position - 1, v_ring)
         if p.TAILS:
             if tail > 0:
                 o, l_new = add_tail(p, s_tail, o, m_new, l_new, v_ring, position - 1, p_layout)
@@ -419,27 +442,30 @@ def compute_walk(
         position += 1
         # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
         for _ in range(end - first - blocks_here):
-            sit_out(warpgroup, p, position, k_ring, v_ring)
+            sit_out_scores(warpgroup, p, position, k_ring)
+            sit_out_values(position - 1, v_ring)
             position += 1
         end = first + blocks_here
         final = position + (blocks_here - 2)
-        middle = gl.minimum(gl.maximum(full_end, first), end - 1)
-        last = gl.minimum(full_first, middle)
+        last, middle = middle_blocks(first, full_first, full_end, end)
+        steady = 0
+        if p.STEADY:
+            steady = gl.where(careful, 0, middle - last)
         if p.HAS_RIGHT:
-            for i in range(end - 1 - middle):
+            # with them those without a mask, if a step for them is seldom needed: a loop less to compile
+            unmasked = middle - last - steady if p.STEADY else 0
+            for i in range(end - 1 - middle + unmasked):
                 col = (end - 2 - i) * p.TILE_N
                 o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
                                       col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
                 has_o = True
                 position += 1
-        steady = 0
-        if p.STEADY:
-            steady = gl.where(careful, 0, middle - last)
-        for _ in range(middle - last - steady):
-            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row, 0,
-                                  k_ring, v_ring, False, False, s_layout, p_layout)  # fmt: skip
-            has_o = True
-            position += 1
+        if not (p.HAS_RIGHT and p.STEADY):
+            for _ in range(middle - last - steady):
+                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
+                                      0, k_ring, v_ring, False, False, s_layout, p_layout)  # fmt: skip
+                has_o = True
+                position += 1
         if p.STEADY:
             m = gl.where((steady > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
             for _ in range(steady):

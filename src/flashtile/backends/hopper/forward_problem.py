@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from .compat import aggregate
 
 TAIL = gl.constexpr(16)  # keys that one wgmma of O += P V sums over, the fewest that it can be computed for
+MANY_KEYS = gl.constexpr(8192)  # from which on causal programs read the same blocks at the same time
 
 
 @aggregate
@@ -37,6 +38,7 @@ class Problem:
     FLAT: gl.constexpr  # a tile begins before the last has ended
     WAIT_HALF_WAY: gl.constexpr  # for O += P V, in a STEADY step
     Q_KEPT: gl.constexpr  # dims of Q that a warpgroup keeps in registers, from the first on
+    OWN_BLOCKS: gl.constexpr  # key blocks end for some warpgroups before they end for others
     PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
 
     @gluon.constexpr_function
@@ -67,6 +69,7 @@ class Problem:
         self.FLAT = gl.constexpr(FLAT)
         self.WAIT_HALF_WAY = gl.constexpr(WAIT_HALF_WAY)
         self.Q_KEPT = gl.constexpr(Q_KEPT)
+        self.OWN_BLOCKS = gl.constexpr(HAS_RIGHT and (WARPGROUPS - 1) * TILE_M >= TILE_N)
         self.PACK = gl.constexpr(PACK)
 
     @gluon.jit
@@ -113,6 +116,25 @@ class Problem:
         full_first = gl.minimum(gl.maximum(full_first, first), end)
         full_end = gl.maximum(full_end, full_first)
         return first, full_first, full_end, end, tail
+
+    @gluon.jit
+    def own_blocks(self, m_block, warpgroup, first, full_first, full_end, end):
+        """(full_end, unseen) of a warpgroup's rows; unseen: 1, if they see nothing of a tile's last block, which is not
+        its only one with a mask."""
+        offset = self.seqlen_k - self.seqlen_q + self.window_right + 1
+        first_end = gl.maximum(self.first_query(m_block, warpgroup) + offset, 0)
+        last_end = gl.minimum(self.first_query(m_block, warpgroup + 1), self.seqlen_q) - 1 + offset
+        _, middle = middle_blocks(first, full_first, full_end, end)
+        unseen = ((end - 1) * self.TILE_N >= last_end) & (end - 1 > middle)
+        own_full_end = gl.minimum(first_end, self.seqlen_k) // self.TILE_N
+        return gl.maximum(own_full_end, full_first), unseen.to(gl.int32)
+
+
+@gluon.jit
+def middle_blocks(first, full_first, full_end, end):
+    """(last, middle): blocks last ... middle need no mask and are not the first that is computed, end - 1."""
+    middle = gl.minimum(gl.maximum(full_end, first), end - 1)
+    return gl.minimum(full_first, middle), middle
 
 
 @gluon.jit
