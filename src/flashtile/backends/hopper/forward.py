@@ -163,11 +163,11 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
         if to_mask:
             s = mask(p, s, row, col, row_layout)
     m_new = gl.maximum(m, gl.max(s, axis=1))
-    shift = m_new * p.unit
+    top = m_new
     if MASKED:
-        shift = gl.where(m_new == float("-inf"), 0.0, shift)  # a row that has seen no key yet
-    alpha = gl.exp2(m * p.unit - shift)
-    return probabilities(p, s, shift), m_new, alpha
+        top = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+    alpha = gl.exp2((m - top) * p.unit)  # 1 where the maximum stays, and not what m * p.unit loses to rounding
+    return probabilities(p, s, top * p.unit), m_new, alpha
 
 
 @gluon.jit
