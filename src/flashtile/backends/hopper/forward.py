@@ -86,8 +86,9 @@ def load_loop(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures):
 def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, position):
     """Q of every tile, and its blocks of K and V from the last to the first; returns the positions after them.
 
-    Where tiles end at different keys, and these are many, the blocks without a mask come from the first to the last:
-    programs at work on a head then read the same ones at the same time.
+    Where tiles end at different keys, and these are many, blocks without a mask come from the first to the last for
+    tiles that programs begin at the same time, and the other way for the next ones, which end at the same time: they
+    then read the same blocks at the same time.
 
     In the order in which slots become free, and are needed: V after the next block's K; Q, where it has one slot,
     after its tile's first K.
@@ -97,8 +98,12 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
     batch_before = 0
     head_before = 0
     col_before = -1
+    m_block_before = -1
+    from_first = False
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
+        from_first = (m_block > m_block_before) | (from_first ^ True)  # the longest tiles of heads begin together
+        m_block_before = m_block
         first, full_first, full_end, end, tail = p.key_blocks(m_block)
         last, middle = middle_blocks(first, full_first, full_end, end)
         end += tail
@@ -108,7 +113,7 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
         for i in range(end - first):
             block = end - 1 - i
             if p.HAS_RIGHT:
-                turned = (p.seqlen_k >= MANY_KEYS) & (block >= last) & (block < middle)
+                turned = from_first & (p.seqlen_k >= MANY_KEYS) & (block >= last) & (block < middle)
                 block = gl.where(turned, last + middle - 1 - block, block)
             col = block * p.TILE_N
             load_slot(k_desc, k_ring, position, batch, col, head_k, k_ring.parts)
