@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -262,6 +263,23 @@ def test_a_contender_that_fails_while_timed_leaves_the_race():
 def test_a_cpu_has_no_hot_pace():
     with pytest.raises(ValueError, match="device: got cpu; want a GPU"):
         timing.hot_ms(lambda: None, CPU, 1)
+
+
+@pytest.mark.parametrize("call_ms", [0.02, 1.4, 47.0, 376.0])
+def test_hot_calls_follow_on_as_few_as_heat_the_gpu(call_ms, monkeypatch):
+    """0.8 s after a rest a GPU at its limit of power slows down for a while: long calls are to be done by then."""
+    counts: list[int] = []
+
+    def on_end_ms(call, count):
+        counts.append(count)
+        return call_ms * (3 if len(counts) == 1 else 1)  # the first call takes longer
+
+    monkeypatch.setattr(timing, "_on_end_ms", on_end_ms)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert timing.hot_ms(lambda: None, torch.device("cuda"), 50) == call_ms
+    assert 200 <= (sum(counts[:-1]) + 2) * call_ms < 200 + 4 * call_ms
+    assert 50 <= counts[-1] * call_ms < 50 + call_ms
 
 
 @pytest.mark.gpu

@@ -16,13 +16,14 @@ import torch
 Call = Callable[[], object]
 Pace = Literal["cool", "hot"]
 """cool: calls one by one, the L2 cache empty, for so short a time after a rest that the GPU keeps its clock; hot: calls
-on end, as in training, for so long that the GPU has come to its limit of power."""
+on end, as in training, after so many that the GPU has come to its limit of power."""
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache; the size that triton.testing.do_bench uses
 _MAX_CALLS = 200
-# An 8192^3 bfloat16 matrix product makes 781 TFLOP/s on an H200 after such a rest, 657 after so much of itself.
+# An 8192^3 bfloat16 matrix product makes 765 TFLOP/s on an H200 for 50 ms after such a rest, 660 to 680 from 150 ms on,
+# and 0.9 s after the rest, for as long as that, 550: `limit_of_power` in benchmarks/results/hopper-runs-h200.json.
 _REST_S = 0.1
 _HEAT_MS = 200
 
@@ -61,19 +62,22 @@ def interleaved(
 
 def cool_ms(call: Call, device: torch.device, round_ms: float) -> float:
     """`median_ms`, on a GPU that has rested."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        time.sleep(_REST_S)
-    return median_ms(call, device, round_ms)
+    return median_ms(call, device, round_ms, rest_s=_REST_S)
 
 
 def hot_ms(call: Call, device: torch.device, round_ms: float) -> float:
-    """Milliseconds of one of the calls that follow each other for about `round_ms`, as they did for 200 ms before."""
+    """Milliseconds of one of the calls that follow each other for about `round_ms`, as others did for 200 ms before,
+    and those after a rest: what a GPU does at its limit depends on how long it has been there."""
     if device.type != "cuda":
         raise ValueError(f"device: got {device}; want a GPU, as a CPU's limit of power is not looked at")
     with torch.cuda.device(device):
-        estimate = max(_on_end_ms(call, 3), 1e-3)
-        _on_end_ms(call, math.ceil(_HEAT_MS / estimate))
+        torch.cuda.synchronize()
+        time.sleep(_REST_S)
+        heat, count = 0.0, 1
+        while heat < _HEAT_MS:
+            estimate = max(_on_end_ms(call, count), 1e-3)
+            heat += count * estimate
+            count = math.ceil((_HEAT_MS - heat) / estimate)
         return _on_end_ms(call, math.ceil(round_ms / estimate))
 
 
@@ -91,9 +95,10 @@ def _on_end_ms(call: Call, count: int) -> float:
     return start.elapsed_time(end) / count
 
 
-def median_ms(call: Call, device: torch.device, round_ms: float) -> float:
-    """Median milliseconds of one call, called for about `round_ms` milliseconds in all, at least once."""
-    return _gpu_median(call, device, round_ms) if device.type == "cuda" else _cpu_median(call, round_ms)
+def median_ms(call: Call, device: torch.device, round_ms: float, rest_s: float = 0.0) -> float:
+    """Median milliseconds of one call, called for about `round_ms` milliseconds in all, at least once; a GPU has been
+    idle for `rest_s` seconds then."""
+    return _gpu_median(call, device, round_ms, rest_s) if device.type == "cuda" else _cpu_median(call, round_ms)
 
 
 def _cpu_median(call: Call, round_ms: float) -> float:
@@ -105,7 +110,7 @@ def _cpu_median(call: Call, round_ms: float) -> float:
     return statistics.median(times)
 
 
-def _gpu_median(call: Call, device: torch.device, round_ms: float) -> float:
+def _gpu_median(call: Call, device: torch.device, round_ms: float, rest_s: float) -> float:
     """CUDA events around each call, the L2 cache flushed before it, as triton.testing.do_bench does."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
 
@@ -120,12 +125,9 @@ def _gpu_median(call: Call, device: torch.device, round_ms: float) -> float:
         return [start.elapsed_time(end) for start, end in marks]
 
     with torch.cuda.device(device):
-        call()
-        first = events(3)
-        if sum(first) > round_ms:
-            return statistics.median(first)
-        count = min(_MAX_CALLS, max(5, int(round_ms / max(statistics.median(first), 1e-3))))
-        return statistics.median(events(count))
+        _, estimate = events(2)
+        time.sleep(rest_s)
+        return statistics.median(events(min(_MAX_CALLS, max(1, int(round_ms / max(estimate, 1e-3))))))
 
 
 def with_peak_bytes(call: Callable[[], Result], device: torch.device) -> tuple[Result, int | None]:
