@@ -394,7 +394,7 @@ def compute_walk(
             end -= unseen
             if unseen > 0:
                 sit_out_scores(warpgroup, p, position, k_ring)
-                position += 1
+            position += unseen
         row_new = p.first_query(m_block, warpgroup)
         q_ring.await_full(q_position)
         q = matrix(q_ring.buffer(q_position, 0))
