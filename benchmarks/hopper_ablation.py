@@ -25,6 +25,7 @@ import torch
 import typer
 
 from flashtile.backends.hopper import config, launch
+from flashtile.backends.hopper.forward_problem import MANY_KEYS
 from flashtile.bench.report import atomically, describe_machine
 from flashtile.bench.timing import gemm_flops, median_ms
 from flashtile.spec import AttentionSpec
@@ -57,6 +58,12 @@ OVERLAP = [  # O += P V is waited for before the softmax, not after it
 ]  # fmt: skip
 
 
+ONE_END = [  # for all warpgroups of a tile, that of its last rows
+    ("        if p.OWN_BLOCKS:\n            full_end, unseen", "        if False:\n            full_end, unseen"),
+]
+ONE_WAY = [("turned = from_first & (p.seqlen_k >= MANY_KEYS)", "turned = p.seqlen_k < 0")]
+
+
 def in_turn(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, programs: int) -> Lists:
     """Tiles as a grid would have them: of one head after the other, dealt out to the programs in turn."""
     m_blocks = range(-(-spec.seqlen_q // rows))
@@ -66,12 +73,14 @@ def in_turn(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, progra
 
 @dataclass(frozen=True)
 class Choice:
-    """How to switch a choice off: what to replace in forward.py, what the host does; tiles of None: not possible."""
+    """How to switch a choice off: what to replace in forward.py, what the host does; tiles of None: not possible.
+    concerns: the problems for which it makes a difference."""
 
     source: list[tuple[str, str]] = field(default_factory=list)
     schedule: Callable[..., Lists] = launch.schedule
     tiles: Callable[[config.Tiles], config.Tiles | None] = lambda tiles: tiles
     steady: bool = True
+    concerns: Callable[[AttentionSpec], bool] = lambda spec: True
 
 
 CHOICES = {
@@ -84,6 +93,14 @@ CHOICES = {
     "Q in one slot": Choice(tiles=lambda t: replace(t, q_stages=1) if t.q_stages > 1 else None),
     "two warpgroups": Choice(
         tiles=lambda t: replace(t, warpgroups=2, compute_registers=240) if t.warpgroups == 3 else None
+    ),
+    "no end of its own for each warpgroup": Choice(
+        ONE_END,
+        tiles=lambda t: t if t.rows - t.tile_m >= t.tile_n else None,
+        concerns=lambda spec: spec.window_right >= 0,
+    ),
+    "keys from the last to the first": Choice(
+        ONE_WAY, concerns=lambda spec: spec.window_right >= 0 and spec.seqlen_k >= MANY_KEYS.value
     ),
     "Q in shared memory": Choice(tiles=lambda t: replace(t, q_kept=0) if t.q_kept else None),
 }
@@ -132,7 +149,7 @@ def measure(spec: AttentionSpec, variants: dict[str, Variant], rounds: int) -> d
     calls: dict[str, Callable[[], object]] = {}
     right: torch.Tensor | None = None
     for name, variant in variants.items():
-        if variant.choice.tiles(config.choose(spec)) is None:
+        if variant.choice.tiles(config.choose(spec)) is None or not variant.choice.concerns(spec):
             continue
         out, lse = torch.full_like(q, torch.nan), torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, device=device)
         run = variant.run_for(spec, (q, k, v), (out, lse))
