@@ -238,6 +238,7 @@ def test_within_a_program_and_section_tiles_get_shorter():
         ("warpgroups", 4, "warpgroups: got 4; want 2 or 3"),
         ("q_kept", 96, r"q_kept: got 96; want one of \(0, 64, 128\) at 128 dims"),
         ("q_kept", 64, "tails: got True with q_kept 64; want 0 or 128"),
+        ("tile_n", 32, "tile_n: got 32; want at least 64"),
     ],
 )
 def test_a_config_that_cannot_run_says_so(field, value, message):

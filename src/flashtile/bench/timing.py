@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache; the size that triton.testing.do_bench uses
 _MAX_CALLS = 200
 # An 8192^3 bfloat16 matrix product makes 765 TFLOP/s on an H200 for 50 ms after such a rest, 660 to 680 from 150 ms on,
-# and 0.9 s after the rest, for as long as that, 550: `limit_of_power` in benchmarks/results/hopper-runs-h200.json.
+# but 550 for a tenth of a second 0.9 s after it: `limit_of_power` in benchmarks/results/hopper-runs-h200.json.
 _REST_S = 0.1
 _HEAT_MS = 200
 

@@ -40,7 +40,10 @@ class Tiles:
         if self.tails and self.q_kept not in (0, self.head_dim):
             raise ValueError(f"tails: got True with q_kept {self.q_kept}; want 0 or {self.head_dim}: {self}")
         if self.rows - self.tile_m > self.tile_n:
-            raise ValueError(f"tile_n: got {self.tile_n}; want what warpgroups' rows lie apart, at most: {self}")
+            apart = self.rows - self.tile_m
+            raise ValueError(
+                f"tile_n: got {self.tile_n}; want at least {apart}, as warpgroups end a block apart: {self}"
+            )
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 

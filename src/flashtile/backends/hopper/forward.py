@@ -457,7 +457,7 @@ def compute_walk(
         if p.STEADY:
             steady = gl.where(careful, 0, middle - last)
         if p.HAS_RIGHT:
-            # with them those without a mask, if a step for them is seldom needed: a loop less to compile
+            # and those without one that a second walk computes with a running maximum: a loop less to compile
             unmasked = middle - last - steady if p.STEADY else 0
             for i in range(end - 1 - middle + unmasked):
                 col = (end - 2 - i) * p.TILE_N
