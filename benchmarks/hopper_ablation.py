@@ -56,12 +56,10 @@ OVERLAP = [  # O += P V is waited for before the softmax, not after it
     ("            o = product_wait(o)\n            v_ring.release(position - 1 - tail - unseen, pred=t > 0)",
      "            v_ring.release(position - 1 - tail - unseen, pred=t > 0)"),
 ]  # fmt: skip
-
-
 ONE_END = [  # for all warpgroups of a tile, that of its last rows
     ("        if p.OWN_BLOCKS:\n            full_end, unseen", "        if False:\n            full_end, unseen"),
 ]
-ONE_WAY = [("turned = from_first & (p.seqlen_k >= MANY_KEYS)", "turned = p.seqlen_k < 0")]
+ONE_WAY = [("in_order(p, end - 1 - i, from_first, last, middle)", "(end - 1 - i)")]
 
 
 def in_turn(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, programs: int) -> Lists:

@@ -133,8 +133,7 @@ def build_as(change):
 
 
 def test_matrix_products_of_as_many_flops_as_a_case(monkeypatch):
-    for module in ("timing", "runner"):
-        monkeypatch.setattr(f"flashtile.bench.{module}.gemm_size", lambda device: 64)
+    monkeypatch.setattr(timing, "gemm_size", lambda device: 64)
     (rows,) = run([SMALL], ("fwd", "bwd"), {"sdpa": PROVIDERS["sdpa"]}, CPU, replace(QUICK, gemm=True))
     found = {(row.provider, row.mode): row for row in rows}
     assert set(found) == {(name, mode) for name in ("sdpa", "matrix product") for mode in ("fwd", "bwd")}

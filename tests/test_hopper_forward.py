@@ -91,7 +91,7 @@ OWN_BLOCKS = {
 @pytest.mark.parametrize("name", OWN_BLOCKS)
 @pytest.mark.parametrize("many", [0, 8192], ids=["as if keys were many", "few keys"])
 def test_warpgroups_end_where_their_own_rows_see_no_more(name, many, monkeypatch):
-    monkeypatch.setattr(gluon_on_cpu.load("forward"), "MANY_KEYS", many)
+    monkeypatch.setattr(gluon_on_cpu.load("forward_problem"), "MANY_KEYS", many)
     case, tiles = OWN_BLOCKS[name]
     inputs = make_inputs(case)
     result = forward_on_cpu(case, tiles, inputs, 2)

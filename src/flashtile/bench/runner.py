@@ -14,7 +14,7 @@ from .cases import Case
 from .counting import Mode, flops, paper_pairs
 from .providers import Attention, Provider
 from .report import Row
-from .timing import Pace, gemm_size, gemms, interleaved, with_peak_bytes
+from .timing import Pace, gemm_work, gemms, interleaved, with_peak_bytes
 
 GEMM = "matrix product"
 """The provider of rows that say what matrix products of as many FLOPs as a case take."""
@@ -148,9 +148,9 @@ def _timed(
         c.name: partial(timed_call, mode, c.attention, inputs) for c in contenders if c.rows[mode].reason is None
     }
     if effort.gemm:
-        spec, product = case.spec, 2 * gemm_size(device) ** 3
-        count = max(1, round(flops(spec, mode, paper_pairs(spec)) / product))
-        rows[GEMM] = Row(case, GEMM, mode, count * product)
+        spec, work = case.spec, gemm_work(device)
+        count = max(1, round(flops(spec, mode, paper_pairs(spec)) / work))
+        rows[GEMM] = Row(case, GEMM, mode, count * work)
         prepare[GEMM] = partial(gemms, count, device, spec.dtype)
     times, failures = interleaved(prepare, device, rounds=effort.rounds, round_ms=effort.round_ms, paces=effort.paces)
     for name, by_pace in times.items():

@@ -169,6 +169,11 @@ def gemm_size(device: torch.device) -> int:
     return 8192 if device.type == "cuda" else 2048
 
 
+def gemm_work(device: torch.device) -> float:
+    """FLOPs of one such product."""
+    return 2 * gemm_size(device) ** 3
+
+
 def gemms(count: int, device: torch.device, dtype: torch.dtype) -> Call:
     """`count` such products on end, the ceiling of anything built of matrix products."""
     size = gemm_size(device)
@@ -182,8 +187,8 @@ def gemms(count: int, device: torch.device, dtype: torch.dtype) -> Call:
 
 
 def gemm_flops(device: torch.device, dtype: torch.dtype, pace: Pace = "cool") -> float:
-    """FLOP/s of one such product."""
-    return 2 * gemm_size(device) ** 3 / (_median_of_rounds(gemms(1, device, dtype), device, pace) * 1e-3)
+    """FLOP/s of such a product by itself."""
+    return gemm_work(device) / (_median_of_rounds(gemms(1, device, dtype), device, pace) * 1e-3)
 
 
 def copy_bytes(device: torch.device) -> float:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import add_rings, anew, load_slot, make_ring
-from .forward_problem import MANY_KEYS, TAIL, Problem, mask, middle_blocks
+from .forward_problem import TAIL, Problem, in_order, mask, middle_blocks
 from .tile import (
     add_product,
     columns,
@@ -84,11 +84,7 @@ def load_loop(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures):
 
 @gluon.jit
 def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, position):
-    """Q of every tile, and its blocks of K and V from the last to the first; returns the positions after them.
-
-    Where tiles end at different keys, and these are many, blocks without a mask come from the first to the last for
-    tiles that programs begin at the same time, and the other way for the next ones, which end at the same time: they
-    then read the same blocks at the same time.
+    """Q of every tile, and its blocks of K and V, `in_order`; returns the positions after them.
 
     In the order in which slots become free, and are needed: V after the next block's K; Q, where it has one slot,
     after its tile's first K.
@@ -111,11 +107,7 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
             load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
         head_k = head // p.group
         for i in range(end - first):
-            block = end - 1 - i
-            if p.HAS_RIGHT:
-                turned = from_first & (p.seqlen_k >= MANY_KEYS) & (block >= last) & (block < middle)
-                block = gl.where(turned, last + middle - 1 - block, block)
-            col = block * p.TILE_N
+            col = in_order(p, end - 1 - i, from_first, last, middle) * p.TILE_N
             load_slot(k_desc, k_ring, position, batch, col, head_k, k_ring.parts)
             if col_before >= 0:
                 load_slot(v_desc, v_ring, position - 1, batch_before, col_before, head_before, v_ring.parts)
