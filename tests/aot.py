@@ -135,10 +135,8 @@ def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
     scalars = backward_launch.scalars(spec, tiles, rounds=100)
     others = {
         "rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.plain_layout(1)!r}>",
+        "sums_desc": f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>",
     }
-    box = list(backward_launch.sums_box(tiles))
-    sums = f"tensordesc<fp32{box},{backward_launch.plain_layout(2)!r}>" if tiles.dq_buffer else "*fp32"
-    others["sums" if tiles.wide else "sums_desc"] = sums
     ordered = spec.deterministic
     others |= {"added_ptr": "*i32", "ranks_ptr": "*i16"} if ordered else dict.fromkeys(("added_ptr", "ranks_ptr"))
     return _compile_gluon(

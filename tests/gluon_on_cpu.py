@@ -74,8 +74,10 @@ class Number(int):
     def __sub__(self, other: int) -> Number:
         return Number(int(self) - int(other))
 
-    def __rmul__(self, other: int) -> Number:
-        return Number(int(other) * int(self))
+    def __mul__(self, other: int) -> Number:
+        return Number(int(self) * int(other))
+
+    __rmul__ = __mul__
 
     def __mod__(self, other: int) -> Number:
         return Number(int(self) % int(other))

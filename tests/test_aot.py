@@ -234,7 +234,7 @@ def test_a_steady_step_waits_for_its_last_product_half_way_through_the_softmax(m
 
 # by (dims, in order): by Triton 3.9 words that have no register, such as the number of the thread, are loaded so
 # often in a step
-KEPT_IN_MEMORY = {((128, 128), False): 2, ((128, 128), True): 1, ((256, 256), True): 1}
+KEPT_IN_MEMORY = {((128, 128), False): 2, ((128, 128), True): 1, ((256, 128), True): 1, ((256, 256), True): 1}
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
     KEPT_IN_MEMORY = {}
 

@@ -67,8 +67,7 @@ def backward_on_cpu(
     name = backward_launch.kernel_of(tiles).__name__
     kernel = getattr(gluon_on_cpu.load("backward_wide" if tiles.wide else "backward"), name)
     box = list(backward_launch.sums_box(tiles))
-    buffered = gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box)
-    of_sums = [buffered if tiles.dq_buffer else gluon_on_cpu.Pointer(sums), None, None]
+    of_sums = [gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box), None, None]
     if ranks is not None:
         added = torch.zeros(case.batch * case.heads_q * blocks * 2, dtype=torch.int32)
         of_sums[1:] = gluon_on_cpu.Pointer(added), gluon_on_cpu.Pointer(ranks.flatten())

@@ -261,8 +261,8 @@ def backward_kernel(
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-        (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, None, arrivals_0, added_ptr, ranks_ptr)),
-        (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_1, None, arrivals_1, added_ptr, ranks_ptr)),
+        (add_loop, (0, DQ_PARTS, 1, p, sums_desc, q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
+        (add_loop, (1, DQ_PARTS, 1, p, sums_desc, q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
         (count_loop, (0, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
     ], [4, 1, 1, 1, 1],
         [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -42,7 +42,7 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
 
 def sums_box(tiles: config.BackwardTiles) -> tuple[int, int]:
     """What of dQ of a step is added at a time, in rows of the sums."""
-    return tiles.tile_m * tiles.head_dim // tiles.dq_parts // SUMS_WIDTH.value, SUMS_WIDTH.value
+    return tiles.tile_m * tiles.head_dim // tiles.dq_parts // tiles.dq_pieces // SUMS_WIDTH.value, SUMS_WIDTH.value
 
 
 def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
@@ -89,7 +89,7 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
-        tiles.parts, tiles.parts_v, tiles.dq_parts, *((tiles.dq_buffer,) if tiles.wide else ()),
+        tiles.parts, tiles.parts_v, tiles.dq_parts, *((tiles.dq_pieces,) if tiles.wide else ()),
     )  # fmt: skip
 
 
@@ -111,8 +111,7 @@ class BackwardKernel:
         lists, turns, ranks = ordered(spec, tiles, programs)
         tiles_of = table(spec, tiles, lists, turns).to(rows.device)
         counted = (None, None) if ranks is None else (*added, ranks.to(rows.device))
-        of_sums = describe_sums(sums, tiles) if tiles.dq_buffer else sums
-        described = (*map(describe, matrices, boxes(tiles)), of_rows, of_sums, *counted)
+        described = (*map(describe, matrices, boxes(tiles)), of_rows, describe_sums(sums, tiles), *counted)
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if added else OPTIONS

@@ -167,7 +167,7 @@ def first_dq_part(warpgroup, DQ_PARTS):
 
 @gluon.jit
 def make_dq_rings(sums_desc, DQ_PARTS: gl.constexpr):
-    """For each warpgroup its parts of dQ of one step, on their way out by `add_loop`."""
+    """For each warpgroup its parts of dQ of one step, or pieces of them, on their way out by `add_loop`."""
     FIRST: gl.constexpr = first_dq_part(1, DQ_PARTS)
     return make_ring(sums_desc, 1, FIRST, 1), make_ring(sums_desc, 1, DQ_PARTS - FIRST, 1)
 
@@ -188,19 +188,23 @@ def by_thread(dq):
 
 
 @gluon.jit
-def put_dq(dq, ring, position):
+def put_dq(dq, ring, position, PIECES: gl.constexpr = 1):
     """Leaves this warpgroup's parts of dQ to `add_loop` in their buffers: four numbers of each thread, then the next
-    four, which `finish_kernel` puts right.
+    four, which `finish_kernel` puts right. In pieces: one after the other in the same buffer.
 
     By way of shared memory: reductions from registers keep the loads of the next step waiting.
     """
-    ring.await_empty(position)
-    if len(dq) < ring.parts:
-        dq = halves(dq[0])  # two parts, of one product
-    for part in gl.static_range(ring.parts):
-        buffer = ring.buffer(position, part)
-        buffer.store(by_thread(dq[part]).permute((1, 0, 2, 3)).reshape(buffer.shape))
-    ring.fill(position)
+    if len(dq) < ring.parts * PIECES:
+        dq = halves(dq[0])  # of one product
+    if len(dq) < ring.parts * PIECES:
+        dq = halves(dq[0]) + halves(dq[1])
+    for piece in gl.static_range(PIECES):
+        at = position * PIECES + piece
+        ring.await_empty(at)
+        for part in gl.static_range(ring.parts):
+            buffer = ring.buffer(at, part)
+            buffer.store(by_thread(dq[piece * ring.parts + part]).permute((1, 0, 2, 3)).reshape(buffer.shape))
+        ring.fill(at)
 
 
 @gluon.jit
@@ -252,46 +256,43 @@ def count_added(first_ptr, first, second_ptr, second):
 
 @gluon.jit
 def add_loop(
-    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums, q_ring, dq_ring, turns, arrivals, added_ptr, ranks_ptr
+    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, PIECES: gl.constexpr, p, sums_desc, q_ring, dq_ring, arrivals,
+    added_ptr, ranks_ptr,
 ):  # fmt: skip
     """The warp that adds a warpgroup's parts of dQ of every step to the sums, perhaps in the order of the ranks: line
-    15. Where there is no buffer the warpgroup adds from its registers, in order when this warp says it is its turn.
+    15.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
-    if p.ORDERED or dq_ring is not None:
-        entry, n_tiles = p.tiles()
-        position = first_step(q_ring)
-        for _ in range(n_tiles):
-            first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-            head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-            if p.ORDERED:
-                of_step = ranks_ptr + gl.load(entry + RANKS)
-                rank = gl.load(of_step)
-            for i in range(p.group):
-                for j in range(first, end):
-                    block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                    if p.ORDERED:  # while dQ is computed: a look takes half a step
-                        await_added(added_ptr + (block * WARPGROUPS + warpgroup), rank.to(gl.int32))
-                    if dq_ring is None:
-                        turns.await_empty(position)
-                        turns.fill(position)
-                    else:
-                        row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums.block_shape[0]
-                        dq_ring.await_full(position)
-                        fence_async_shared()  # here: a fence right after the writes would wait for them
-                        add_parts(sums, dq_ring, position, row)
-                        tma.store_wait(0)  # until the buffer is read
-                        dq_ring.release(position)
-                    if p.ORDERED:
-                        of_step += 1
-                        rank = gl.load(of_step)  # of the next step, before it is needed
-                        if dq_ring is not None:
-                            arrivals.await_empty(position)
-                            arrived()
-                            arrivals.fill(position)
-                    position += 1
-            entry += FIELDS
+    entry, n_tiles = p.tiles()
+    position = first_step(q_ring)
+    for _ in range(n_tiles):
+        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
+        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
+        if p.ORDERED:
+            of_step = ranks_ptr + gl.load(entry + RANKS)
+            rank = gl.load(of_step)
+        for i in range(p.group):
+            for j in range(first, end):
+                block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
+                if p.ORDERED:  # while dQ is computed: a look takes half a step
+                    await_added(added_ptr + (block * WARPGROUPS + warpgroup), rank.to(gl.int32))
+                row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * (PIECES * sums_desc.block_shape[0])
+                for piece in gl.static_range(PIECES):
+                    at = position * PIECES + piece
+                    dq_ring.await_full(at)
+                    fence_async_shared()  # here: a fence right after the writes would wait for them
+                    add_parts(sums_desc, dq_ring, at, row + piece * sums_desc.block_shape[0])
+                    tma.store_wait(0)  # until the buffer is read
+                    dq_ring.release(at)
+                if p.ORDERED:
+                    of_step += 1
+                    rank = gl.load(of_step)  # of the next step, before it is needed
+                    arrivals.await_empty(position)
+                    arrived()
+                    arrivals.fill(position)
+                position += 1
+        entry += FIELDS
 
 
 @gluon.jit

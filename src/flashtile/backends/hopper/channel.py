@@ -136,14 +136,18 @@ def ring_of(
     buffers, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr,
     PAIRS: gl.constexpr = False,
 ):  # fmt: skip
-    """A ring of these buffers, full when `writers` and empty when `readers` warps or warpgroups have said so.
+    """A ring of these buffers, full when `writers` and empty when `readers` warps or warpgroups have said so. Without
+    readers nobody waits for it to be empty.
 
     A barrier that nobody uses must not be made. Triton gives its memory to other buffers, and where several processes
     share a GPU it has been seen to put the barrier back there later, over what a warpgroup had written.
     """
     full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
+    empty = full
+    if readers > 0:
+        empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(depth):
         mbarrier.init(full.index(slot), count=writers)
-        mbarrier.init(empty.index(slot), count=readers)
+        if readers > 0:
+            mbarrier.init(empty.index(slot), count=readers)
     return Ring(buffers, full, empty, depth, parts, 2 * buffers.shape[-1] if PAIRS else buffers.shape[-1])

@@ -125,7 +125,7 @@ class BackwardTiles:
     tile_m: int = 64  # or 128, in two parts, up to 64 dims
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     parts_v: int = 1  # as V and dO do
-    dq_buffer: bool = True  # dQ goes by way of shared memory to a copy that adds, not from the registers
+    dq_pieces: int = 1  # in which a part of dQ goes by way of shared memory to copies that add, one after the other
     earlier_ptxas: bool = False  # see ptxas.py
     box_keys: int = 64  # rows of one wgmma
 
@@ -138,8 +138,8 @@ class BackwardTiles:
             raise ValueError(f"head_dim: want one width, in as many parts, up to 128 dims: {self}")
         if not self.wide and self.parts not in (1, 3):
             raise ValueError(f"parts: got {self.parts}; want 1, or 3 of which two are one to a product, up to 128 dims")
-        if not (self.wide or self.dq_buffer):
-            raise ValueError("dq_buffer: got False; want True up to 128 dims")
+        if self.dq_pieces not in ((1, 2, 4) if self.dq_parts == 2 and self.wide else (1,)):
+            raise ValueError(f"dq_pieces: got {self.dq_pieces}; want 1, or 2 or 4 of two parts above 128 dims: {self}")
         if self.shared_bytes > SHARED_BYTES:
             raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
 
@@ -169,8 +169,8 @@ class BackwardTiles:
         dims = self.head_dim + self.head_dim_v
         rows = self.stages * (2 * self.tile_m * dims + 2 * 4 * self.tile_m)  # Q and dO, shifts and deltas
         keys = 2 * self.keys * (self.key_stages * self.head_dim + self.value_stages * self.head_dim_v)
-        scores = (3 if self.wide else 2) * 2 * self.keys * self.tile_m  # dS twice, and P
-        dq = 4 * self.tile_m * self.head_dim if self.dq_buffer else 0
+        scores = 2 * 2 * self.keys * self.tile_m  # dS twice
+        dq = 4 * self.tile_m * self.head_dim // self.dq_pieces
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
@@ -190,9 +190,9 @@ H200; dQ by way of a buffer +8, +9 %."""
 BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3, earlier_ptxas=True)
 """As above: S = 2k full +17 %, 8k causal +23 %; the buffer +18, +19 %. By triton 3.9 the earlier ptxas brings 13 % at
 S = 8k causal, other backward tiles -7 to +1 %."""
-BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, dq_buffer=False)
+BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, dq_pieces=4)
 """What fits."""
-BACKWARD_D256_DV128 = replace(BACKWARD_D256, head_dim_v=128, key_stages=2)
+BACKWARD_D256_DV128 = replace(BACKWARD_D256, head_dim_v=128, key_stages=2, dq_pieces=2)
 """Dv is not padded: S = 2k full +2 %, 8k causal +8 %."""
 
 

@@ -36,6 +36,7 @@ from .tile import (
     pack,
     parts_of,
     pass_turn,
+    product_wait,
     row_sums_by_lane,
     store_rows,
     take_turn,
@@ -174,13 +175,6 @@ def add_values(o, probs, v_ring, position, has):
     if v_ring.buffers.shape[4] <= 128:
         position = anew(position)
     return add_product(o, probs, v_ring, position, has)
-
-
-@gluon.jit
-def product_wait(o):
-    """O, computed."""
-    done = warpgroup_mma_wait(0, deps=o)
-    return done if len(o) > 1 else (done,)
 
 
 @gluon.jit

@@ -2,7 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from .channel import anew
 from .compat import store_async
@@ -109,6 +114,13 @@ def add_product(sums, left, ring, position, has, row: gl.constexpr = 0):
         x = columns(ring, position, part * ring.width, width_of(part, ring.width, DIM)).slice(row, left.shape[1])
         sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
     return sums
+
+
+@gluon.jit
+def product_wait(sums, behind: gl.constexpr = 0):
+    """The sums, computed; so many products issued after them may still run."""
+    done = warpgroup_mma_wait(behind, deps=sums)
+    return done if len(sums) > 1 else (done,)
 
 
 @gluon.jit
