@@ -12,9 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def place(row_blocks, heads_q):
-    """(batch * Hq + head, head, batch, block) of this program in a grid of row_blocks * Hq * B."""
-    at = tl.program_id(0) // row_blocks
-    return at, (at % heads_q).to(tl.int64), (at // heads_q).to(tl.int64), tl.program_id(0) % row_blocks
+    """(index, batch * Hq + head, head, batch, block) of this program in a grid of row_blocks * Hq * B, from the last to
+    the first: the main kernel, from the first to the last, finds in the L2 cache what was written last, and leaves it.
+    """
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    at = index // row_blocks
+    return index, at, (at % heads_q).to(tl.int64), (at // heads_q).to(tl.int64), index % row_blocks
 
 
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks", "heads"])
@@ -25,7 +28,7 @@ def begin_kernel(
 ):  # fmt: skip
     """Line 4 and zero for dQ. The deltas, what dP begins with, are dlse - rowsum(dO o O); the shifts, what S begins
     with, -lse in the units of S: -inf where a row sees no key or is none, so that its P is 0 by itself."""
-    at, head, batch, block = place(row_blocks, heads_q)
+    index, at, head, batch, block = place(row_blocks, heads_q)
     row = block * TILE_M + tl.arange(0, TILE_M)
     rows = row.to(tl.int64)
     here = row < seqlen_q
@@ -42,12 +45,12 @@ def begin_kernel(
     of_rows = at.to(tl.int64) * row_blocks * TILE_M + rows
     tl.store(rows_ptr + of_rows, shift)
     tl.store(rows_ptr + heads.to(tl.int64) * row_blocks * TILE_M + of_rows, delta)
-    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * TILE_M * WIDTH)
+    sums_ptr += index.to(tl.int64) * (PARTS * TILE_M * WIDTH)
     for part in tl.static_range(PARTS):
         of_part = sums_ptr + part * TILE_M * WIDTH + tl.arange(0, TILE_M * WIDTH)
         tl.store(of_part, tl.zeros([TILE_M * WIDTH], tl.float32))
     if added_ptr is not None:
-        tl.store(added_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        tl.store(added_ptr + index * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
@@ -56,8 +59,8 @@ def finish_kernel(
     D: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """dQ in the dtype and layout of q, from its sums in the order in which `by_thread` leaves them."""
-    _, head, batch, block = place(row_blocks, heads_q)
-    sums_ptr += tl.program_id(0).to(tl.int64) * (PARTS * TILE_M * WIDTH)
+    index, _, head, batch, block = place(row_blocks, heads_q)
+    sums_ptr += index.to(tl.int64) * (PARTS * TILE_M * WIDTH)
     row = block * TILE_M + tl.arange(0, TILE_M)
     dq_ptr += batch * stride_qb + head * stride_qh
     of_rows = dq_ptr + row.to(tl.int64)[:, None] * stride_qs
