@@ -212,8 +212,8 @@ def step(
     """
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
-    k_ring.await_full(position)
     take_turn(warpgroup)
+    k_ring.await_full(position)
     s = scores_product(p, q, q_ring, q_position, k_ring, position, zero)
     v_ring.await_full(position - 1)
     pv = unpack(probs, k_ring.buffers.dtype, p_layout)
