@@ -250,7 +250,7 @@ def serializes_products(compiled: object) -> bool:
 
 def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Tensor | None, ...]]]:
     """Every kernel of a forward and backward pass, with the tensors it would get, on the meta device."""
-    from flashtile.backends.triton.backward import DKDV, DQ
+    from flashtile.backends.triton.backward import DKDV, DQ, GRADIENTS
     from flashtile.backends.triton.forward import FORWARD
 
     def like(heads: int, seqlen: int, dim: int) -> Tensor:
@@ -263,4 +263,5 @@ def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Te
         "forward": (FORWARD, (q, k, v, out, lse)),
         "dq": (DQ, (q, k, v, out, out, lse, None, lse, lse, q)),
         "dkdv": (DKDV, (q, k, v, out, lse, lse, k, v)),
+        "gradients": (GRADIENTS, (q, k, v, out, out, lse, None, q, k, v)),
     }

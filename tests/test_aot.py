@@ -47,6 +47,8 @@ pytestmark = pytest.mark.slow
 def test_shipped_configs_compile_fit_and_do_not_spill(arch, mask, dim, dtype):
     case = spec((4096, 4096), (16, 16), (dim, dim), dtype, **MASKS[mask])
     for name, (kernel, tensors) in kernels_and_tensors(case).items():
+        if not config.has_tiles(name, case, arch):
+            continue
         usage, compiled = compile_kernel(kernel, case, arch, *tensors)
         assert usage.shared <= SHARED_MEMORY[arch], f"{name}: {usage}"
         if arch in ("sm_80", "sm_90"):

@@ -9,7 +9,7 @@ it). Then dK and dV: one program per block of K/V and key head, which adds up ov
 S and P are computed in both, seven products instead of Algorithm 2's five: on an H200 five products with dQ
 summed by float32 atomics take as long at S = 512 and longer from 2k on, before dQ is zeroed and converted
 (benchmarks/results/backward-atomics-h200.json). Nor is a float32 dQ needed, and gradients are bitwise the same
-in every run.
+in every run. Where there are so few programs that all run at the same time, both kinds are in one launch.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...arch import arch_of
 from ...spec import AttentionSpec
 from .. import Backward
 from ..launcher import Launcher, StreamLaunch, backward_pass, backward_pass_like
+from .config import Tiles, choose, has_tiles, programs_at_once
 from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
 from .tile import (
     LOG2E,
@@ -38,9 +40,22 @@ from .tile import (
 )
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
+@triton.jit
+def shift_and_delta(
+    dout, out, rows, lse_ptr, dlse_ptr, stride_ls, seqlen_q, EXACT: tl.constexpr
+):  # fmt: skip
+    """Of a block of rows of a head; line 4."""
+    delta = row_dot(dout, out, EXACT)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_ls, mask=rows < seqlen_q, other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=rows < seqlen_q, other=float("-inf"))
+    # +inf where a row sees no key, or is none: its P = exp(scores - inf) is then 0 by itself
+    return tl.where(lse == float("-inf"), float("inf"), lse if EXACT else lse * LOG2E), delta
+
+
+@triton.jit
+def dq_block(
+    program, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     stride_lb, stride_lh, stride_ls,
@@ -49,9 +64,9 @@ def dq_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, line 4 and dQ for one block of rows: grid (blocks of Q * Hq * B,)."""
+    """Line 4 and dQ for one block of rows; shift and delta, if there is room for them."""
     n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
-    m_block, head, batch = place(n_m_blocks, heads_q)
+    m_block, head, batch = place(program, n_m_blocks, heads_q)
     if HAS_RIGHT:
         m_block = n_m_blocks - 1 - m_block  # causal: the rows that see most first
     q_ptr += batch * stride_qb + head * stride_qh
@@ -67,19 +82,15 @@ def dq_kernel(
         q *= softmax_scale
     dout = load_tile(dout_ptr, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
     out = load_tile(out_ptr, stride_outs, row, seqlen_q, DV, TILE_M, TILE_DV, EDGE=True)
-    delta = row_dot(dout, out, EXACT)  # line 4
     rows = row + tl.arange(0, TILE_M)
     if dlse_ptr is not None:
         dlse_ptr += batch * stride_lb + head * stride_lh
-        delta -= tl.load(dlse_ptr + rows.to(tl.int64) * stride_ls, mask=rows < seqlen_q, other=0.0)
-    lse = tl.load(lse_ptr + (batch * heads_q + head) * seqlen_q + rows, mask=rows < seqlen_q, other=float("-inf"))
-    # +inf where a row sees no key, or is none: its P = exp(scores - inf) is then 0 by itself
-    shift = tl.where(lse == float("-inf"), float("inf"), lse if EXACT else lse * LOG2E)
-    padded = tl.cdiv(seqlen_q, ROW_PAD) * ROW_PAD
-    shift_ptr += (batch * heads_q + head) * padded
-    delta_ptr += (batch * heads_q + head) * padded
-    tl.store(shift_ptr + rows, shift)
-    tl.store(delta_ptr + rows, delta)
+    lse_ptr += (batch * heads_q + head) * seqlen_q
+    shift, delta = shift_and_delta(dout, out, rows, lse_ptr, dlse_ptr, stride_ls, seqlen_q, EXACT)
+    if shift_ptr is not None:
+        padded = tl.cdiv(seqlen_q, ROW_PAD) * ROW_PAD
+        tl.store(shift_ptr + (batch * heads_q + head) * padded + rows, shift)
+        tl.store(delta_ptr + (batch * heads_q + head) * padded + rows, delta)
     dq = tl.zeros([TILE_M, TILE_D], tl.float32)
 
     first, full_first, full_end, end = visible_blocks(
@@ -111,24 +122,54 @@ def dq_kernel(
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
+    stride_lb, stride_lh, stride_ls,
+    heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, line 4 and dQ: grid (blocks of Q * Hq * B,)."""
+    dq_block(
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
+        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+        stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh, stride_ls,
+        heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+        D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT,
+    )  # fmt: skip
+
+
+@triton.jit
+def dkdv_block(
+    program, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    stride_lb, stride_lh, stride_ls,
     heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Algorithm 2, lines 5-19, for one block of keys: grid (blocks of K * Hk * B,)."""
-    n_block, head_k, batch = place(tl.cdiv(seqlen_k, TILE_N), heads_k)  # causal: the keys most rows see come first
+    """Lines 5-19 for one block of keys: with shift and delta, or from out, lse and dlse if shift_ptr is None."""
+    # causal: the keys most rows see come first
+    n_block, head_k, batch = place(program, tl.cdiv(seqlen_k, TILE_N), heads_k)
     k_ptr += batch * stride_kb + head_k * stride_kh
     v_ptr += batch * stride_vb + head_k * stride_vh
     q_ptr += batch * stride_qb
     dout_ptr += batch * stride_ob
-    padded = tl.cdiv(seqlen_q, ROW_PAD) * ROW_PAD
-    shift_ptr += batch * heads_k * GROUP * padded
-    delta_ptr += batch * heads_k * GROUP * padded
+    if shift_ptr is not None:
+        padded = tl.cdiv(seqlen_q, ROW_PAD) * ROW_PAD
+        shift_ptr += batch * heads_k * GROUP * padded
+        delta_ptr += batch * heads_k * GROUP * padded
+    else:
+        stride_outs = heads_k.to(tl.int64) * GROUP * DV
+        out_ptr += batch * seqlen_q * stride_outs
+        lse_ptr += batch * heads_k * GROUP * seqlen_q
+        if dlse_ptr is not None:
+            dlse_ptr += batch * stride_lb
 
     col = n_block * TILE_N
     cols = col + tl.arange(0, TILE_N)
@@ -165,8 +206,16 @@ def dkdv_kernel(
                 q *= softmax_scale
             dout = load_tile(dout_head, stride_os, row, seqlen_q, DV, TILE_M, TILE_DV, part != 2 or not WINDOWED, KEEP)
             rows = row + tl.arange(0, TILE_M)
-            shift = tl.load(shift_ptr + head * padded + rows)
-            delta = tl.load(delta_ptr + head * padded + rows)
+            if shift_ptr is not None:
+                shift = tl.load(shift_ptr + head * padded + rows)
+                delta = tl.load(delta_ptr + head * padded + rows)
+            else:
+                out_head = out_ptr + head * DV
+                out = load_tile(out_head, stride_outs, row, seqlen_q, DV, TILE_M, TILE_DV, part != 2 or not WINDOWED)
+                dlse_head = None if dlse_ptr is None else dlse_ptr + head * stride_lh
+                shift, delta = shift_and_delta(
+                    dout, out, rows, lse_ptr + head * seqlen_q, dlse_head, stride_ls, seqlen_q, EXACT
+                )
             s = tl.dot(k, tl.trans(q), input_precision="ieee")  # line 10: (TILE_N, TILE_M)
             if SOFTCAP:
                 s = tanh(s * cap_in)
@@ -188,6 +237,59 @@ def dkdv_kernel(
         dk *= softmax_scale
     store_tile(dk_ptr, stride_dks, col, seqlen_k, dk, D, TILE_N, TILE_D)  # line 18
     store_tile(dv_ptr, stride_dvs, col, seqlen_k, dv, DV, TILE_N, TILE_DV)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2, lines 5-19: grid (blocks of K * Hk * B,)."""
+    dkdv_block(
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, None, dout_ptr, None, None, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
+        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+        stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+        0, 0, 0, heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+        D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT, GROUP,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def gradients_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_lb, stride_lh, stride_ls,
+    heads_q, heads_k, batch, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Algorithm 2 in one launch, where all programs of both kinds run at the same time: grid (blocks of K * Hk * B and
+    blocks of Q * Hq * B,). dK and dV work delta out again."""
+    n_dkdv = tl.cdiv(seqlen_k, TILE_N) * heads_k * batch
+    if tl.program_id(0) < n_dkdv:
+        dkdv_block(
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, None, None, dk_ptr, dv_ptr,
+            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+            stride_lb, stride_lh, stride_ls,
+            heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+            D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT, GROUP,
+        )  # fmt: skip
+    else:
+        dq_block(
+            tl.program_id(0) - n_dkdv, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, None, None, dq_ptr,
+            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh, stride_ls,
+            heads_q, GROUP, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+            D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT,
+        )  # fmt: skip
 
 
 def _problem(spec: AttentionSpec) -> tuple[int | float, ...]:
@@ -219,6 +321,26 @@ def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, shift, delta, dq) -> 
     )
 
 
+def _all_programs(spec: AttentionSpec, tiles: Tiles) -> int:
+    of_keys, of_queries = -(-spec.seqlen_k // tiles.tile_n), -(-spec.seqlen_q // tiles.tile_m)
+    return (of_keys * spec.heads_k + of_queries * spec.heads_q) * spec.batch
+
+
+def _launch_gradients(spec, tiles, q, k, v, out, dout, lse, dlse, dq, dk, dv) -> Launch:
+    return Launch(
+        grid=_all_programs(spec, tiles),
+        scalars=(
+            *(n for x in (q, k, v, dout, dq, dk, dv) for n in strides(x)),
+            *((0, 0, 0) if dlse is None else dlse.stride()),
+            spec.heads_q,
+            spec.heads_k,
+            spec.batch,
+            *_problem(spec),
+        ),
+        constants={**constants(spec, tiles), "GROUP": spec.group},
+    )
+
+
 def row_numbers(spec: AttentionSpec) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """room(lse): for shift and delta, B * Hq * (Sq rounded up to a multiple of ROW_PAD) float32, the padding filled in.
 
@@ -241,6 +363,17 @@ def row_numbers(spec: AttentionSpec) -> Callable[[Tensor], tuple[Tensor, Tensor]
 
 DQ = Kernel("dq", dq_kernel, _launch_dq)
 DKDV = Kernel("dkdv", dkdv_kernel, _launch_dkdv)
+GRADIENTS = Kernel("gradients", gradients_kernel, _launch_gradients)
+
+
+def at_once(spec: AttentionSpec, device: torch.device) -> bool:
+    """Whether one launch is for all, as its programs are at work at the same time."""
+    arch = arch_of(device)
+    return (
+        arch is not None
+        and has_tiles("gradients", spec, arch)
+        and _all_programs(spec, choose("gradients", spec, arch)) <= programs_at_once(device)
+    )
 
 
 class BackwardPass(Launcher):
@@ -249,6 +382,11 @@ class BackwardPass(Launcher):
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
+        if at_once(spec, q.device):
+            launch_all = GRADIENTS.prepare(spec, (q, k, v, out, dout, lse, dlse, dq, dk, dv))
+            return lambda stream, dout, dlse, q, k, v, out, lse, dq, dk, dv: launch_all(
+                stream, q, k, v, out, dout, lse, dlse, dq, dk, dv
+            )
         room = row_numbers(spec)
         shift, delta = room(lse)
         launch_dq = DQ.prepare(spec, (q, k, v, out, dout, lse, dlse, shift, delta, dq))

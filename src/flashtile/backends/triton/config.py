@@ -9,11 +9,13 @@ import warnings
 from dataclasses import astuple, dataclass
 from typing import Literal
 
+import torch
+
 from ... import env
 from ...spec import AttentionSpec
 from ...version import __version__
 
-Role = Literal["forward", "dq", "dkdv"]
+Role = Literal["forward", "dq", "dkdv", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ SM_90 = _table({
     ("dkdv", 2, 64): Tiles(64, 64, 4, 3),
     ("dkdv", 2, 128): (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 3)),
     ("dkdv", 2, 256): (Tiles(16, 64, 8, 3), Tiles(32, 32, 8, 2)),
+    ("gradients", 2, 64): Tiles(64, 32, 4, 3),
+    ("gradients", 2, 128): (Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 3)),
     ("forward", 4, 64): Tiles(64, 32, 8, 2),
     ("forward", 4, 128): Tiles(32, 32, 8, 1),
     ("forward", 4, 256): Tiles(32, 32, 8, 2),
@@ -151,7 +155,7 @@ GFX942 = {**SM_120, **_table({("forward", 2, 128): Tiles(128, 64, 8, 2)})}
 # Small, so that small problems have edges, masked and full blocks.
 INTERPRETER = _table({
     (role, itemsize, dim): Tiles(32, 16, 1, 1)
-    for role in ("forward", "dq", "dkdv") for itemsize in (2, 4) for dim in (64, 128, 256)
+    for role in ("forward", "dq", "dkdv", "gradients") for itemsize in (2, 4) for dim in (64, 128, 256)
 })  # fmt: skip
 
 TABLES = {
@@ -163,6 +167,18 @@ def choose(role: Role, spec: AttentionSpec, arch: str) -> Tiles:
     """The tiles of one kernel for `spec` on `arch`: the tuned ones, or the table's."""
     key = Key.of(role, spec)
     return tuned().get(arch, {}).get(str(key)) or TABLES[table_of(arch)][key]
+
+
+def has_tiles(role: Role, spec: AttentionSpec, arch: str) -> bool:
+    """Whether there is such a kernel for `spec` on `arch`."""
+    return Key.of(role, spec) in TABLES[table_of(arch)]
+
+
+def programs_at_once(device: torch.device) -> int:
+    """How many programs of 4 warps run at the same time at least: two on a multiprocessor."""
+    if device.type == "cpu":
+        return 16  # so that some problems take one launch and others two
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def table_of(arch: str) -> str:

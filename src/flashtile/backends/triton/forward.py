@@ -26,7 +26,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Algorithm 1 for one block of rows: grid (blocks of Q * Hq * B,)."""
     n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
-    m_block, head, batch = place(n_m_blocks, heads_q)
+    m_block, head, batch = place(tl.program_id(0), n_m_blocks, heads_q)
     if HAS_RIGHT:
         m_block = n_m_blocks - 1 - m_block  # causal: the rows that see most first
     q_ptr += batch * stride_qb + head * stride_qh

@@ -17,7 +17,8 @@ from .config import Role, Tiles, choose
 
 LOG2E = 1.4426950408889634
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
-NOT_SPECIALIZED = ("heads_q", "heads_k", "group", "window_left", "window_right")  # a value of 1 or 16 makes no variant
+# a value of 1 or 16 makes no variant
+NOT_SPECIALIZED = ("heads_q", "heads_k", "batch", "group", "window_left", "window_right")
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ ROW_PAD = tl.constexpr(128)
 
 
 @triton.jit
-def place(n_blocks, n_heads):
-    """(block, head, batch) of this program in a grid of n_blocks * n_heads * B, blocks of one head in a row.
+def place(program, n_blocks, n_heads):
+    """(block, head, batch) of a program in a grid of n_blocks * n_heads * B, blocks of one head in a row.
 
     Programs that run at the same time so share one head's tensors, and the L2 cache holds them.
     """
-    block = tl.program_id(0) % n_blocks
-    head = tl.program_id(0) // n_blocks % n_heads
-    batch = tl.program_id(0) // n_blocks // n_heads
+    block = program % n_blocks
+    head = program // n_blocks % n_heads
+    batch = program // n_blocks // n_heads
     return block, head.to(tl.int64), batch.to(tl.int64)
 
 
