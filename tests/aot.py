@@ -248,8 +248,9 @@ def serializes_products(compiled: object) -> bool:
         return "instructions are serialized" in report
 
 
-def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Tensor | None, ...]]]:
-    """Every kernel of a forward and backward pass, with the tensors it would get, on the meta device."""
+def kernels_and_tensors(spec: AttentionSpec, arch: str) -> dict[str, tuple[Kernel, tuple[Tensor | None, ...]]]:
+    """Every kernel that a forward and backward pass may run, with the tensors it would get, on the meta device."""
+    from flashtile.backends.triton import config
     from flashtile.backends.triton.backward import DKDV, DQ, GRADIENTS
     from flashtile.backends.triton.forward import FORWARD
 
@@ -259,9 +260,11 @@ def kernels_and_tensors(spec: AttentionSpec) -> dict[str, tuple[Kernel, tuple[Te
     q, k = like(spec.heads_q, spec.seqlen_q, spec.head_dim), like(spec.heads_k, spec.seqlen_k, spec.head_dim)
     v, out = like(spec.heads_k, spec.seqlen_k, spec.head_dim_v), like(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
     lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=torch.float32, device="meta")
-    return {
+    found = {
         "forward": (FORWARD, (q, k, v, out, lse)),
         "dq": (DQ, (q, k, v, out, out, lse, None, lse, lse, q)),
         "dkdv": (DKDV, (q, k, v, out, lse, lse, k, v)),
-        "gradients": (GRADIENTS, (q, k, v, out, out, lse, None, q, k, v)),
     }
+    if config.has_tiles("gradients", spec, arch):
+        found["gradients"] = GRADIENTS, (q, k, v, out, out, lse, None, q, k, v)
+    return found
