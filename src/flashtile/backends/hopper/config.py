@@ -191,8 +191,8 @@ BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, 
 """As above: S = 2k full +17 %, 8k causal +23 %; the buffer +18, +19 %. By triton 3.9 the earlier ptxas brings 13 % at
 S = 8k causal, other backward tiles -7 to +1 %."""
 BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, dq_pieces=4)
-"""What fits. dQ in pieces of 8 KB by way of a buffer, rather than from the registers: S = 2k and 8k full +4 %, causal +7
-and +8.5 % on an H200."""
+"""What fits. dQ in pieces of 8 KB by way of a buffer, rather than from the registers: S = 2k and 8k full +4 %, causal
++7 and +8.5 % on an H200."""
 BACKWARD_D256_DV128 = replace(BACKWARD_D256, head_dim_v=128, key_stages=2, dq_pieces=2)
 """Dv is not padded: S = 2k full +2 %, 8k causal +8 %."""
 
