@@ -184,7 +184,7 @@ def machine_code(compiled: object) -> list[tuple[int, str]]:
 def barriers_left_alone(compiled: object) -> list[str]:
     """Where in shared memory mbarriers are made that no instruction waits for or arrives at."""
     code = [text for _, text in machine_code(compiled) if "SYNCS" in text]
-    at = {text: re.search(r"\[U?R\d+(?:\+UR\d+)?(?:\+(0x[0-9a-f]+))?\]", text) for text in code}
+    at = {text: re.search(r"\[U?R\d+(?:\+UR(?:\d+|Z))?(?:\+(0x[0-9a-f]+))?\]", text) for text in code}
     places = {text: int(found.group(1) or "0", 16) for text, found in at.items() if found}
     made = sorted(place for text, place in places.items() if "EXCH" in text)
     used = {place for text, place in places.items() if "EXCH" not in text}  # of a ring the first slot is named
