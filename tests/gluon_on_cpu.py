@@ -343,12 +343,6 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
         named.arrive(HERE.threads, 0)
         if text.startswith("bar.sync"):
             wait_until(lambda: named.phase != phase)
-    elif text.startswith("red.global"):
-        pointers, *numbers = arguments
-        assert "v4" in text
-        with LOCK:
-            for i, x in enumerate(numbers):
-                pointers.tensor.index_put_((pointers.at + i,), torch.Tensor(x).to(torch.float32), accumulate=True)
     elif "ld.acquire" in text:
         pointer, count = arguments
         wait_until(lambda: pointer.tensor[pointer.at] == count)
