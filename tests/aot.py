@@ -263,7 +263,7 @@ def kernels_and_tensors(spec: AttentionSpec, arch: str) -> dict[str, tuple[Kerne
     found = {
         "forward": (FORWARD, (q, k, v, out, lse)),
         "dq": (DQ, (q, k, v, out, out, lse, None, lse, lse, q)),
-        "dkdv": (DKDV, (q, k, v, out, lse, lse, k, v)),
+        "dkdv": (DKDV, (q, k, v, None, out, None, None, lse, lse, k, v)),
     }
     if config.has_tiles("gradients", spec, arch):
         found["gradients"] = GRADIENTS, (q, k, v, out, out, lse, None, q, k, v)

@@ -48,7 +48,8 @@ def test_shipped_configs_compile_fit_and_do_not_spill(arch, mask, dim, dtype):
     case = spec((4096, 4096), (16, 16), (dim, dim), dtype, **MASKS[mask])
     for name, (kernel, tensors) in kernels_and_tensors(case, arch).items():
         usage, compiled = compile_kernel(kernel, case, arch, *tensors)
-        assert usage.shared <= SHARED_MEMORY[arch], f"{name}: {usage}"
+        programs = 2 if name == "gradients" else 1  # that run on a multiprocessor at the same time, at least
+        assert programs * usage.shared <= SHARED_MEMORY[arch], f"{name}: {usage}"
         if arch in ("sm_80", "sm_90"):
             assert not usage.spills, f"{name} spills registers: {usage}"
         if arch == "sm_90" and dtype == BF16:

@@ -169,7 +169,7 @@ class BackwardTiles:
         dims = self.head_dim + self.head_dim_v
         rows = self.stages * (2 * self.tile_m * dims + 2 * 4 * self.tile_m)  # Q and dO, shifts and deltas
         keys = 2 * self.keys * (self.key_stages * self.head_dim + self.value_stages * self.head_dim_v)
-        scores = 2 * 2 * self.keys * self.tile_m  # dS twice
+        scores = 2 * 2 * self.keys * self.tile_m  # dS twice; if wide, where P was
         dq = 4 * self.tile_m * self.head_dim // self.dq_pieces
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 

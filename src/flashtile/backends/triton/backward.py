@@ -23,7 +23,7 @@ from ...arch import arch_of
 from ...spec import AttentionSpec
 from .. import Backward
 from ..launcher import Launcher, StreamLaunch, backward_pass, backward_pass_like
-from .config import Tiles, choose, has_tiles, programs_at_once
+from .config import Tiles, choose, has_tiles
 from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
 from .tile import (
     LOG2E,
@@ -53,18 +53,22 @@ def shift_and_delta(
     return tl.where(lse == float("-inf"), float("inf"), lse if EXACT else lse * LOG2E), delta
 
 
-@triton.jit
-def dq_block(
-    program, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     stride_lb, stride_lh, stride_ls,
-    heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+    programs_before, heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Line 4 and dQ for one block of rows; shift and delta, if there is room for them."""
+    """Algorithm 2, line 4 and dQ, and shift and delta if there is room for them: grid (blocks of Q * Hq * B,), after
+    programs_before of another kind, if that is not None."""
+    program = tl.program_id(0)
+    if programs_before is not None:
+        program -= programs_before
     n_m_blocks = tl.cdiv(seqlen_q, TILE_M)
     m_block, head, batch = place(program, n_m_blocks, heads_q)
     if HAS_RIGHT:
@@ -122,29 +126,8 @@ def dq_block(
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
-    stride_lb, stride_lh, stride_ls,
-    heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
-    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Algorithm 2, line 4 and dQ: grid (blocks of Q * Hq * B,)."""
-    dq_block(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dq_ptr,
-        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-        stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh, stride_ls,
-        heads_q, group, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
-        D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT,
-    )  # fmt: skip
-
-
-@triton.jit
-def dkdv_block(
-    program, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     stride_lb, stride_lh, stride_ls,
@@ -153,9 +136,10 @@ def dkdv_block(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Lines 5-19 for one block of keys: with shift and delta, or from out, lse and dlse if shift_ptr is None."""
+    """Algorithm 2, lines 5-19, with shift and delta, or from out, lse and dlse if shift_ptr is None: grid (blocks of
+    K * Hk * B,)."""
     # causal: the keys most rows see come first
-    n_block, head_k, batch = place(program, tl.cdiv(seqlen_k, TILE_N), heads_k)
+    n_block, head_k, batch = place(tl.program_id(0), tl.cdiv(seqlen_k, TILE_N), heads_k)
     k_ptr += batch * stride_kb + head_k * stride_kh
     v_ptr += batch * stride_vb + head_k * stride_vh
     q_ptr += batch * stride_qb
@@ -240,26 +224,6 @@ def dkdv_block(
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
-    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Algorithm 2, lines 5-19: grid (blocks of K * Hk * B,)."""
-    dkdv_block(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, None, dout_ptr, None, None, shift_ptr, delta_ptr, dk_ptr, dv_ptr,
-        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-        stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-        0, 0, 0, heads_k, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
-        D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT, GROUP,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def gradients_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -274,8 +238,8 @@ def gradients_kernel(
     blocks of Q * Hq * B,). dK and dV work delta out again."""
     n_dkdv = tl.cdiv(seqlen_k, TILE_N) * heads_k * batch
     if tl.program_id(0) < n_dkdv:
-        dkdv_block(
-            tl.program_id(0), q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, None, None, dk_ptr, dv_ptr,
+        dkdv_kernel(
+            q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, None, None, dk_ptr, dv_ptr,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
             stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
             stride_lb, stride_lh, stride_ls,
@@ -283,11 +247,11 @@ def gradients_kernel(
             D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT, GROUP,
         )  # fmt: skip
     else:
-        dq_block(
-            tl.program_id(0) - n_dkdv, q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, None, None, dq_ptr,
+        dq_kernel(
+            q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, None, None, dq_ptr,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
             stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh, stride_lb, stride_lh, stride_ls,
-            heads_q, GROUP, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
+            n_dkdv, heads_q, GROUP, seqlen_q, seqlen_k, softmax_scale, unit, cap_in, window_left, window_right,
             D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT,
         )  # fmt: skip
 
@@ -299,10 +263,10 @@ def _problem(spec: AttentionSpec) -> tuple[int | float, ...]:
     )  # fmt: skip
 
 
-def _launch_dkdv(spec, tiles, q, k, v, dout, shift, delta, dk, dv) -> Launch:
+def _launch_dkdv(spec, tiles, q, k, v, out, dout, lse, dlse, shift, delta, dk, dv) -> Launch:
     return Launch(
         grid=triton.cdiv(spec.seqlen_k, tiles.tile_n) * spec.heads_k * spec.batch,
-        scalars=(*(n for x in (q, k, v, dout, dk, dv) for n in strides(x)), spec.heads_k, *_problem(spec)),
+        scalars=(*(n for x in (q, k, v, dout, dk, dv) for n in strides(x)), 0, 0, 0, spec.heads_k, *_problem(spec)),
         constants={**constants(spec, tiles), "GROUP": spec.group},
     )
 
@@ -313,6 +277,7 @@ def _launch_dq(spec, tiles, q, k, v, out, dout, lse, dlse, shift, delta, dq) -> 
         scalars=(
             *(n for x in (q, k, v, dout, dq) for n in strides(x)),
             *((0, 0, 0) if dlse is None else dlse.stride()),
+            None,
             spec.heads_q,
             spec.group,
             *_problem(spec),
@@ -366,6 +331,13 @@ DKDV = Kernel("dkdv", dkdv_kernel, _launch_dkdv)
 GRADIENTS = Kernel("gradients", gradients_kernel, _launch_gradients)
 
 
+def programs_at_once(device: torch.device) -> int:
+    """How many programs of `GRADIENTS` run at the same time at least: two on a multiprocessor (tests/test_aot.py)."""
+    if device.type == "cpu":
+        return 16  # interpreted: so that some problems take one launch and others two
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def at_once(spec: AttentionSpec, device: torch.device) -> bool:
     """Whether one launch is for all, as its programs are at work at the same time."""
     arch = arch_of(device)
@@ -390,7 +362,7 @@ class BackwardPass(Launcher):
         room = row_numbers(spec)
         shift, delta = room(lse)
         launch_dq = DQ.prepare(spec, (q, k, v, out, dout, lse, dlse, shift, delta, dq))
-        launch_dkdv = DKDV.prepare(spec, (q, k, v, dout, shift, delta, dk, dv))
+        launch_dkdv = DKDV.prepare(spec, (q, k, v, None, dout, None, None, shift, delta, dk, dv))
 
         def launch(
             stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -398,7 +370,7 @@ class BackwardPass(Launcher):
         ) -> None:  # fmt: skip
             shift, delta = room(lse)
             launch_dq(stream, q, k, v, out, dout, lse, dlse, shift, delta, dq)
-            launch_dkdv(stream, q, k, v, dout, shift, delta, dk, dv)
+            launch_dkdv(stream, q, k, v, None, dout, None, None, shift, delta, dk, dv)
 
         return launch
 

@@ -9,8 +9,6 @@ import warnings
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-import torch
-
 from ... import env
 from ...spec import AttentionSpec
 from ...version import __version__
@@ -81,7 +79,8 @@ def _table(rows: dict[tuple[Role, int, int], Tiles | tuple[Tiles, Tiles]]) -> Ta
 
 # 16-bit: of several tilings, the one that does not spill and is fastest over S = 512 ... 16k on one H200
 # (benchmarks/results/tiles-h200.json). Small tiles on 4 warps win: two or three programs share a multiprocessor, and
-# one's softmax runs under another's products. float32: the largest tiles that do not spill.
+# one's softmax runs under another's products. float32: the largest tiles that do not spill. Gradients in one launch:
+# tiles of which two programs fit; no others were timed.
 SM_90 = _table({
     ("forward", 2, 64): Tiles(64, 64, 4, 3),
     ("forward", 2, 128): Tiles(64, 64, 4, 3),
@@ -172,13 +171,6 @@ def choose(role: Role, spec: AttentionSpec, arch: str) -> Tiles:
 def has_tiles(role: Role, spec: AttentionSpec, arch: str) -> bool:
     """Whether there is such a kernel for `spec` on `arch`."""
     return Key.of(role, spec) in TABLES[table_of(arch)]
-
-
-def programs_at_once(device: torch.device) -> int:
-    """How many programs of 4 warps run at the same time at least: two on a multiprocessor."""
-    if device.type == "cpu":
-        return 16  # so that some problems take one launch and others two
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def table_of(arch: str) -> str:

@@ -18,7 +18,7 @@ from .config import Role, Tiles, choose
 LOG2E = 1.4426950408889634
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
 # a value of 1 or 16 makes no variant
-NOT_SPECIALIZED = ("heads_q", "heads_k", "batch", "group", "window_left", "window_right")
+NOT_SPECIALIZED = ("programs_before", "heads_q", "heads_k", "batch", "group", "window_left", "window_right")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Launch:
     """One launch: its grid, and the arguments after the tensors in the kernel's order."""
 
     grid: int
-    scalars: tuple[int | float, ...]
+    scalars: tuple[int | float | None, ...]
     constants: dict[str, Any]
 
     @property

@@ -33,7 +33,7 @@ def tune(spec: AttentionSpec, device: torch.device) -> Iterator[tuple[Key, Tiles
     for kernel, tensors in (
         (FORWARD, (q, k, v, out, lse)),
         (DQ, (q, k, v, out, dout, lse, None, shift, delta, torch.empty_like(q))),
-        (DKDV, (q, k, v, dout, shift, delta, torch.empty_like(k), torch.empty_like(v))),
+        (DKDV, (q, k, v, None, dout, None, None, shift, delta, torch.empty_like(k), torch.empty_like(v))),
     ):
         yield Key.of(kernel.role, spec), _fastest(kernel, spec, tensors)
 
