@@ -127,22 +127,32 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     )  # fmt: skip
 
 
-def compile_hopper_backward(spec: AttentionSpec) -> tuple[Usage, object]:
-    """Compiles the main kernel of what a backward call on Hopper would run."""
-    from flashtile.backends.hopper import backward_launch, config
+def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
+    """Compiles the main kernels of what a backward call on Hopper would run: one, or that of the keys and that of the
+    queries."""
+    from flashtile.backends.hopper import backward_launch, backward_wide_launch, config
+    from flashtile.backends.hopper.backward import backward_kernel
+    from flashtile.backends.hopper.backward_keys import keys_kernel
+    from flashtile.backends.hopper.backward_queries import queries_kernel
 
     tiles = config.choose_backward(spec)
-    scalars = backward_launch.scalars(spec, tiles, rounds=100)
-    others = {
-        "rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.plain_layout(1)!r}>",
-        "sums_desc": f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>",
-    }
-    ordered = spec.deterministic
-    others |= {"added_ptr": "*i32", "ranks_ptr": "*i16"} if ordered else dict.fromkeys(("added_ptr", "ranks_ptr"))
-    return _compile_gluon(
-        backward_launch.kernel_of(tiles), spec, backward_launch.boxes(tiles), others, "*i32", scalars,
-        tiles.earlier_ptxas,
-    )  # fmt: skip
+    scalars, boxes = backward_launch.scalars(spec, tiles, rounds=100), backward_launch.boxes(tiles)
+    others = {"rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.plain_layout(1)!r}>"}
+    if tiles.wide:
+        queries = config.choose_queries(spec)
+        dout = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, device="meta")
+        of_queries = backward_wide_launch.query_scalars(spec, queries, 100, dout, None)
+        element = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[spec.dtype]
+        numbers = {"out_ptr": element, "dout_ptr": element, "lse_ptr": "*fp32", "dlse_ptr": None, "rows_ptr": "*fp32"}
+        query_boxes = backward_wide_launch.query_boxes(queries)
+        return [
+            _compile_gluon(keys_kernel, spec, boxes, others, "*i32", scalars, False),
+            _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries, queries.earlier_ptxas),
+        ]
+    sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"
+    counted = ("*i32", "*i16") if spec.deterministic else (None, None)
+    others |= {"sums_desc": sums, "added_ptr": counted[0], "ranks_ptr": counted[1]}
+    return [_compile_gluon(backward_kernel, spec, boxes, others, "*i32", scalars, False)]
 
 
 def _compile_gluon(

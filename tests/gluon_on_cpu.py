@@ -351,8 +351,8 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
         HERE.stores.clear()
     elif "fence.acq_rel.gpu;" in text:
         with LOCK:
-            for pointer, count in zip(arguments[::2], arguments[1::2], strict=True):
-                pointer.tensor[pointer.at] += int(count)
+            (pointer,) = arguments
+            pointer.tensor[int(pointer.at) : int(pointer.at) + 2] += 1
             LOCK.notify_all()
     elif text.startswith("mov.b32 $0, $1;"):
         return arguments[0]
@@ -374,8 +374,10 @@ def allocate_shared(dtype: Any, shape: list[int], layout: Any) -> Any:
     return Shared(torch.full([int(n) for n in shape], float("nan")).to(dtype))
 
 
-def gl_load(pointer: Pointer) -> torch.Tensor:
-    return pointer.tensor[int(pointer.at)].clone()
+def gl_load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0.0) -> torch.Tensor:
+    if mask is None:
+        return pointer.tensor[int(pointer.at)].clone()
+    return registers(torch.where(mask, pointer.tensor[torch.where(mask, pointer.at, 0)], other))
 
 
 def gl_store(pointer: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from cases import BF16, HALF, spec, takes
 
 from flashtile.backends import hopper, reference
-from flashtile.backends.hopper import backward_launch, config
+from flashtile.backends.hopper import backward_launch, backward_wide_launch, config
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -54,18 +54,17 @@ def backward_on_cpu(
     rows[0] = float("-inf")
     rows[0, :, :, : case.seqlen_q] = torch.where(lse == float("-inf"), lse, -lse / case.score_factors[0])
     rows[1, :, :, : case.seqlen_q] = dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2)
+    if tiles.wide:
+        return wide_backward_on_cpu(case, tiles, inputs, (out, lse, rows), programs)
     sums = torch.zeros(case.batch * case.heads_q * padded * tiles.head_dim)
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     matrices = (q, dout, k, v, dk, dv)
-    descriptors = [
-        gluon_on_cpu.Descriptor(x, [1, *box]) for x, box in zip(matrices, backward_launch.boxes(tiles), strict=True)
-    ]
+    descriptors = described(matrices, backward_launch.boxes(tiles))
     of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
     lists, turns, ranks = backward_launch.ordered(case, tiles, programs)
     table = backward_launch.table(case, tiles, lists, turns)
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
-    name = backward_launch.kernel_of(tiles).__name__
-    kernel = getattr(gluon_on_cpu.load("backward_wide" if tiles.wide else "backward"), name)
+    kernel = gluon_on_cpu.load("backward").backward_kernel
     box = list(backward_launch.sums_box(tiles))
     of_sums = [gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box), None, None]
     if ranks is not None:
@@ -74,6 +73,35 @@ def backward_on_cpu(
     arguments = (*descriptors, of_rows, *of_sums, gluon_on_cpu.Pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(kernel, len(table), arguments, together=case.deterministic)
     return in_order(sums, case, tiles, blocks), dk, dv
+
+
+def described(matrices, boxes):
+    return [gluon_on_cpu.Descriptor(x, [1, *box]) for x, box in zip(matrices, boxes, strict=True)]
+
+
+def wide_backward_on_cpu(case, tiles, inputs, given, programs):
+    """What backward_wide_launch does; given: out, lse and the rows that are to be found."""
+    q, k, v, dout, dlse = inputs
+    out, lse, expected_rows = given
+    dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+    pointer = gluon_on_cpu.Pointer
+    rows = torch.full_like(expected_rows, float("nan"))
+    of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
+    queries = config.choose_queries(case)
+    table = backward_wide_launch.query_table(case, queries, programs)
+    scalars = backward_wide_launch.query_scalars(case, queries, table.shape[1], dout, dlse)
+    numbers = (pointer(x.flatten()) for x in (out, dout, lse, dlse))
+    of_queries = described((q, dout, k, v, dq), backward_wide_launch.query_boxes(queries))
+    arguments = (*of_queries, *numbers, pointer(of_rows.tensor), pointer(table.flatten()), *scalars)
+    gluon_on_cpu.run(gluon_on_cpu.load("backward_queries").queries_kernel, len(table), arguments)
+    torch.testing.assert_close(rows, expected_rows, atol=1e-4, rtol=1e-4)
+    of_keys = described((q, dout, k, v, dk, dv), backward_launch.boxes(tiles))
+    lists, turns, _ = backward_launch.ordered(case, tiles, programs)
+    table = backward_launch.table(case, tiles, lists, turns)
+    scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
+    arguments = (*of_keys, of_rows, pointer(table.flatten()), *scalars)
+    gluon_on_cpu.run(gluon_on_cpu.load("backward_keys").keys_kernel, len(table), arguments)
+    return dq, dk, dv
 
 
 def in_order(sums, case, tiles, blocks):

@@ -31,8 +31,9 @@ def _triton_is_new_enough() -> bool:
 _INSTALLED = _triton_is_new_enough()
 
 if _INSTALLED:
-    from ..launcher import backward_pass, backward_pass_like
+    from ..launcher import Launcher, backward_pass, backward_pass_like
     from .backward_launch import BACKWARD
+    from .backward_wide_launch import WIDE_BACKWARD
     from .launch import forward, forward_like
 
 __all__ = [
@@ -95,19 +96,23 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k and v, of tensors without a `refusal`; dK and dV are the same bits in every run, and
-    dQ of a deterministic spec."""
+    dQ of a deterministic spec or above 128 dims."""
     if dout is None:
         dout = torch.zeros_like(out)
     elif refusal(dout) is not None:
         dout = dout.clone(memory_format=torch.contiguous_format)
-    return backward_pass(BACKWARD, spec, dout, dlse, q, k, v, out, lse)
+    return backward_pass(_launcher(spec), spec, dout, dlse, q, k, v, out, lse)
 
 
 def backward_like(spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, *others: Tensor) -> Backward | None:
     """`backward` for tensors that lie like these, None if it copies dout first."""
     if dout is None or refusal(dout) is not None:
         return None
-    return backward_pass_like(BACKWARD, spec, dout, dlse, *others)
+    return backward_pass_like(_launcher(spec), spec, dout, dlse, *others)
+
+
+def _launcher(spec: AttentionSpec) -> Launcher:
+    return WIDE_BACKWARD if choose_backward(spec).wide else BACKWARD
 
 
 def refusal(*tensors: Tensor) -> str | None:

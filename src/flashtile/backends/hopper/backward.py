@@ -34,21 +34,15 @@ from .backward_problem import (
     TURN,
     WARPGROUPS,
     Problem,
-    add_loop,
     begin_scores,
-    count_loop,
-    first_dq_part,
     first_step,
     load_loop,
-    make_dq_rings,
-    make_signals,
     mask,
     over_parts,
     probabilities,
-    put_dq,
     row_numbers,
-    wait_for,
 )
+from .backward_sums import add_loop, count_loop, first_dq_part, make_dq_rings, make_signals, put_dq
 from .channel import anew, make_ring, ring_of
 from .compat import seen_as
 from .tile import add_product, columns, no_sums, pass_turn, store_rows, take_turn, zeros
@@ -117,6 +111,14 @@ def probabilities_and_ds(
         ds_ring.await_empty(position)
     ds_part(ds_ring, position, warpgroup, part).store(ds)
     return probs, ds, dv
+
+
+@gluon.jit
+def wait_for(sums, others):
+    """(sums, others), computed."""
+    SUMS: gl.constexpr = len(sums)
+    done = warpgroup_mma_wait(0, deps=sums + others)
+    return done[:SUMS], done[SUMS:]
 
 
 @gluon.jit
@@ -261,8 +263,8 @@ def backward_kernel(
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-        (add_loop, (0, DQ_PARTS, 1, p, sums_desc, q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
-        (add_loop, (1, DQ_PARTS, 1, p, sums_desc, q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
-        (count_loop, (0, p, q_ring, arrivals_0, arrivals_1, added_ptr)),
+        (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
+        (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
+        (count_loop, (p, q_ring, arrivals_0, arrivals_1, added_ptr)),
     ], [4, 1, 1, 1, 1],
         [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -1,4 +1,4 @@
-"""From a spec and tensors to gradients: the backward pass's three kernels, launched."""
+"""From a spec and tensors to gradients up to 128 dims: the backward pass's three kernels, launched."""
 
 from __future__ import annotations
 
@@ -16,17 +16,12 @@ from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from . import config, ptxas
 from .backward import backward_kernel
-from .backward_problem import FIELDS, SUMS_WIDTH
+from .backward_problem import FIELDS
 from .backward_rows import begin_kernel, finish_kernel
-from .backward_wide import wide_backward_kernel
+from .backward_sums import SUMS_WIDTH
 from .launch import LOG2E, OPTIONS, Box, describe
 from .order import Order, order
 from .schedule import Tile, backward_schedule, tile_fields, turn_of
-
-
-def kernel_of(tiles: config.BackwardTiles) -> Any:
-    """The main kernel."""
-    return wide_backward_kernel if tiles.wide else backward_kernel
 
 
 def row_blocks(spec: AttentionSpec, tiles: config.BackwardTiles) -> int:
@@ -42,7 +37,7 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
 
 def sums_box(tiles: config.BackwardTiles) -> tuple[int, int]:
     """What of dQ of a step is added at a time, in rows of the sums."""
-    return tiles.tile_m * tiles.head_dim // tiles.dq_parts // tiles.dq_pieces // SUMS_WIDTH.value, SUMS_WIDTH.value
+    return tiles.tile_m * tiles.head_dim // tiles.dq_parts // SUMS_WIDTH.value, SUMS_WIDTH.value
 
 
 def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
@@ -56,7 +51,7 @@ def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
 
 def ordered(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
     """The tiles of every program, and the order in which they add to dQ if it must not change."""
-    if spec.deterministic:
+    if spec.deterministic and not tiles.wide:
         return order(spec, tiles.keys, tiles.tile_m, programs)
     turns = [turn_of(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(-(-spec.seqlen_k // tiles.keys))]
     return Order(backward_schedule(spec, tiles.keys, tiles.tile_m, programs), turns, None)
@@ -89,7 +84,7 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
-        tiles.parts, tiles.parts_v, tiles.dq_parts, *((tiles.dq_pieces,) if tiles.wide else ()),
+        tiles.parts, tiles.parts_v, *(() if tiles.wide else (tiles.dq_parts,)),
     )  # fmt: skip
 
 
@@ -99,24 +94,30 @@ def describe_sums(sums: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor
     return TensorDescriptor(sums, [sums.numel() // width, width], [width, 1], [rows, width], plain_layout(2))
 
 
+def describe_rows(rows: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor:
+    """Shifts and deltas in blocks of queries."""
+    return TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], plain_layout(1))
+
+
 class BackwardKernel:
-    """`backward_kernel` or `wide_backward_kernel`: from q, dout, k, v to dk, dv; it reads rows, adds to sums and,
-    where these have an order, counts in added."""
+    """`backward_kernel`: from q, dout, k, v to dk, dv; it reads rows, adds to sums and, where these have an order,
+    counts in added."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         matrices, (rows, sums, *added) = tensors[:6], tensors[6:]
         tiles = config.choose_backward(spec)
-        of_rows = TensorDescriptor(rows, [rows.numel()], [1], [tiles.tile_m], plain_layout(1))
         programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
         lists, turns, ranks = ordered(spec, tiles, programs)
         tiles_of = table(spec, tiles, lists, turns).to(rows.device)
         counted = (None, None) if ranks is None else (*added, ranks.to(rows.device))
-        described = (*map(describe, matrices, boxes(tiles)), of_rows, describe_sums(sums, tiles), *counted)
+        described = (
+            *map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), describe_sums(sums, tiles), *counted
+        )  # fmt: skip
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if added else OPTIONS
-        with ptxas.earlier_ptxas(options, tiles.earlier_ptxas) as options:
-            return prepared(kernel_of(tiles), rows.device, len(tiles_of), arguments, len(tensors), options)
+        with ptxas.earlier_ptxas(options, False) as options:
+            return prepared(backward_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
 class RowsKernel:

@@ -1,4 +1,5 @@
-"""What both kernels of the backward pass share: the problem, its loads, scores and probabilities, how dQ leaves.
+"""What the kernels with tiles of keys share, backward.py and backward_keys.py: the problem, its loads, scores and
+probabilities; and how a gradient leaves.
 
 Legend: as in backward.py.
 """
@@ -10,14 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from .channel import load_parts, load_slot, make_ring, ring_of
-from .compat import add_async, aggregate, load_async
-from .tile import columns, halves, parts_of, tanh, width_of
+from .channel import load_parts, load_slot
+from .compat import aggregate, load_async, store_async
+from .tile import columns, matrix, parts_of, tanh, width_of
 
-SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 QUERIES = gl.constexpr(64)  # of one part of a step
 WARPGROUPS = gl.constexpr(2)
@@ -159,176 +158,16 @@ def mask(p, probs, entry, key, row):
     return probs
 
 
-@gluon.constexpr_function
-def first_dq_part(warpgroup, DQ_PARTS):
-    """The first part of dQ that a warpgroup computes; the first warpgroup has the greater half of them."""
-    return warpgroup * ((DQ_PARTS + 1) // 2)
-
-
 @gluon.jit
-def make_dq_rings(sums_desc, DQ_PARTS: gl.constexpr):
-    """For each warpgroup its parts of dQ of one step, or pieces of them, on their way out by `add_loop`."""
-    FIRST: gl.constexpr = first_dq_part(1, DQ_PARTS)
-    return make_ring(sums_desc, 1, FIRST, 1), make_ring(sums_desc, 1, DQ_PARTS - FIRST, 1)
-
-
-@gluon.jit
-def make_signals(ring):
-    """For each warpgroup a ring of steps of which warps tell one another. Its buffers, of `ring`, are not used."""
-    return ring_of(ring.buffers, 2, 1, 1, 1), ring_of(ring.buffers, 2, 1, 1, 1)
-
-
-@gluon.jit
-def by_thread(dq):
-    """(128, fours, 2, 2): a part of dQ as the threads of a warpgroup hold it, four numbers at a time."""
-    D: gl.constexpr = dq.shape[1]
-    # rows are (warp, half, lane // 4), columns (eight, lane % 4, parity)
-    x = dq.reshape([4, 2, 8, D // 8, 4, 2]).permute((0, 2, 4, 3, 1, 5))
-    return x.reshape([128, D // 8, 2, 2])
-
-
-@gluon.jit
-def put_dq(dq, ring, position, PIECES: gl.constexpr = 1):
-    """Leaves this warpgroup's parts of dQ to `add_loop` in their buffers: four numbers of each thread, then the next
-    four, which `finish_kernel` puts right. In pieces: one after the other in the same buffer.
-
-    By way of shared memory: reductions from registers keep the loads of the next step waiting.
-    """
-    if len(dq) < ring.parts * PIECES:
-        dq = halves(dq[0])  # of one product
-    if len(dq) < ring.parts * PIECES:
-        dq = halves(dq[0]) + halves(dq[1])
-    for piece in gl.static_range(PIECES):
-        at = position * PIECES + piece
-        ring.await_empty(at)
-        for part in gl.static_range(ring.parts):
-            buffer = ring.buffer(at, part)
-            buffer.store(by_thread(dq[piece * ring.parts + part]).permute((1, 0, 2, 3)).reshape(buffer.shape))
-        ring.fill(at)
-
-
-@gluon.jit
-def add_parts(sums_desc, ring, position, row):
-    """Line 15: copies that add buffers to the sums, from a row on."""
-    for part in gl.static_range(ring.parts):
-        add_async(sums_desc, [row + part * sums_desc.block_shape[0], 0], ring.buffer(position, part))
-
-
-@gluon.jit
-def await_added(added_ptr, tiles):
-    """Waits until so many tiles have added to a block of dQ; then this one may, by a copy."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred missing;
-        again: ld.acquire.gpu.global.b32 $0, [$1];
-        setp.ne.b32 missing, $0, $2;
-        @missing bra again;
-        fence.proxy.async.global;
-        }""",
-        "=&r,l,r", [added_ptr, tiles], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def arrived():
-    """Waits until what this warp added is there, not only read."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def count_added(first_ptr, first, second_ptr, second):
-    """Says that what this warp knows of has been added to two blocks of dQ, so often (0 or 1). One fence for both: it
-    waits for all that the multiprocessor has under way in memory."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred one;
-        elect.sync _|one, 0xffffffff;
-        @one fence.acq_rel.gpu;
-        @one red.relaxed.gpu.global.add.u32 [$1], $2;
-        @one red.relaxed.gpu.global.add.u32 [$3], $4;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,l,r", [first_ptr, first, second_ptr, second], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def add_loop(
-    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, PIECES: gl.constexpr, p, sums_desc, q_ring, dq_ring, arrivals,
-    added_ptr, ranks_ptr,
-):  # fmt: skip
-    """The warp that adds a warpgroup's parts of dQ of every step to the sums, perhaps in the order of the ranks: line
-    15.
-
-    Each warpgroup has its own: one for both would wait for two copies in a step.
-    """
-    entry, n_tiles = p.tiles()
-    position = first_step(q_ring)
-    for _ in range(n_tiles):
-        first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-        head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        if p.ORDERED:
-            of_step = ranks_ptr + gl.load(entry + RANKS)
-            rank = gl.load(of_step)
-        for i in range(p.group):
-            for j in range(first, end):
-                block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                if p.ORDERED:  # while dQ is computed: a look takes half a step
-                    await_added(added_ptr + (block * WARPGROUPS + warpgroup), rank.to(gl.int32))
-                row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * (PIECES * sums_desc.block_shape[0])
-                for piece in gl.static_range(PIECES):
-                    at = position * PIECES + piece
-                    dq_ring.await_full(at)
-                    fence_async_shared()  # here: a fence right after the writes would wait for them
-                    add_parts(sums_desc, dq_ring, at, row + piece * sums_desc.block_shape[0])
-                    tma.store_wait(0)  # until the buffer is read
-                    dq_ring.release(at)
-                if p.ORDERED:
-                    of_step += 1
-                    rank = gl.load(of_step)  # of the next step, before it is needed
-                    arrivals.await_empty(position)
-                    arrived()
-                    arrivals.fill(position)
-                position += 1
-        entry += FIELDS
-
-
-@gluon.jit
-def count_loop(LAG: gl.constexpr, p, q_ring, arrivals_0, arrivals_1, added_ptr):
-    """In order, the warp that counts what both warpgroups have added, so that those who add go on: a step of the second
-    with the step of the first, LAG (0 or 1) before, that is done at the same time.
-
-    The last step of the first in a tile is counted alone: with the next tile's first step it might have to wait for
-    another program's count that waits for its own.
-    """
-    if p.ORDERED:
-        entry, n_tiles = p.tiles()
-        position = first_step(q_ring)
-        for _ in range(n_tiles):
-            first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-            head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-            before = added_ptr
-            has = gl.to_tensor(1 - LAG)
-            for i in range(p.group):
-                for j in range(first, end):
-                    at = added_ptr + ((head + i) * p.row_blocks + p.turned(j, first, end, turn)) * WARPGROUPS
-                    if LAG == 0:
-                        before = at
-                    arrivals_0.await_full(position - LAG, pred=has > 0)
-                    arrivals_1.await_full(position)
-                    count_added(before, has, at + 1, 1)
-                    arrivals_0.release(position - LAG, pred=has > 0)
-                    arrivals_1.release(position)
-                    before = at
-                    has = gl.to_tensor(1)
-                    position += 1
-            if LAG == 1:
-                arrivals_0.await_full(position - 1)
-                count_added(before, 1, before, 0)
-                arrivals_0.release(position - 1)
-            entry += FIELDS
+def store_slot(desc, ring, position, sums, scale, batch, row, head):
+    """dQ, dK or dV of a warpgroup, by way of a slot of its shape whose contents nobody reads any more."""
+    WIDTH: gl.constexpr = desc.block_shape[3]
+    for part in gl.static_range(len(sums)):
+        matrix(ring.buffer(position, part)).store((sums[part] * scale).to(desc.dtype))
+    fence_async_shared()
+    for part in gl.static_range(len(sums)):
+        store_async(desc, [batch, row, head, part * WIDTH], ring.buffer(position, part))
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -379,11 +218,3 @@ def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl
     if part == 1 or p.SOFTCAP:
         s = capped + row_numbers(shifts, q_ring, position, part, layout)
     return gl.exp2(s * p.unit), capped
-
-
-@gluon.jit
-def wait_for(sums, others):
-    """(sums, others), computed."""
-    SUMS: gl.constexpr = len(sums)
-    done = warpgroup_mma_wait(0, deps=sums + others)
-    return done[:SUMS], done[SUMS:]

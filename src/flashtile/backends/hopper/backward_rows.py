@@ -2,7 +2,7 @@
 
 Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
 shifts and the deltas · sums: (B, Hq, row_blocks, PARTS, TILE_M * WIDTH) float32, PARTS parts of the dims of dQ as
-`by_thread` in backward_problem.py orders them · added: (B, Hq, row_blocks, 2) int32, how many tiles have added to each
+`by_thread` in backward_sums.py orders them · added: (B, Hq, row_blocks, 2) int32, how many tiles have added to each
 half, or None.
 """
 
@@ -20,7 +20,7 @@ def place(row_blocks, heads_q):
     return index, at, (at % heads_q).to(tl.int64), (at // heads_q).to(tl.int64), index % row_blocks
 
 
-@triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks", "heads"])
+@triton.jit(do_not_specialize=["stride_lb", "stride_lh", "stride_ls", "heads_q", "seqlen_q", "row_blocks", "heads"])
 def begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, sums_ptr, added_ptr, stride_ob, stride_os, stride_oh,
     stride_lb, stride_lh, stride_ls, heads_q, seqlen_q, row_blocks, heads, natural,

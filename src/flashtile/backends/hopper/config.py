@@ -9,6 +9,12 @@ from ...spec import AttentionSpec
 SHARED_BYTES = 227 * 1024  # of one multiprocessor, all of it for one program
 
 
+def check_fit(tiles: Tiles | BackwardTiles | QueryTiles) -> None:
+    """Raises ValueError unless shared memory holds them."""
+    if tiles.shared_bytes > SHARED_BYTES:
+        raise ValueError(f"shared memory: got {tiles.shared_bytes} bytes; want at most {SHARED_BYTES}: {tiles}")
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Warpgroups of tile_m rows each, key blocks of tile_n keys, and how many Q and K, V blocks are in flight."""
@@ -44,8 +50,7 @@ class Tiles:
             raise ValueError(
                 f"tile_n: got {self.tile_n}; want at least {apart}, as warpgroups end a block apart: {self}"
             )
-        if self.shared_bytes > SHARED_BYTES:
-            raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
+        check_fit(self)
 
     @property
     def rows(self) -> int:
@@ -110,7 +115,8 @@ tile that ends before the next begins: 12 instructions of a step fewer, S = 512 
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """Two warpgroups, and how many blocks of tile_m queries, and of K and V, are in flight.
+    """dK and dV, up to 128 dims dQ too: two warpgroups, and how many blocks of tile_m queries, and of K and V, are in
+    flight.
 
     Up to 128 dims each warpgroup has 64 keys; above, both share 64 keys, and one holds their dV, the other dK.
     """
@@ -125,8 +131,6 @@ class BackwardTiles:
     tile_m: int = 64  # or 128, in two parts, up to 64 dims
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     parts_v: int = 1  # as V and dO do
-    dq_pieces: int = 1  # in which a part of dQ goes by way of shared memory to copies that add, one after the other
-    earlier_ptxas: bool = False  # see ptxas.py
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -138,14 +142,11 @@ class BackwardTiles:
             raise ValueError(f"head_dim: want one width, in as many parts, up to 128 dims: {self}")
         if not self.wide and self.parts not in (1, 3):
             raise ValueError(f"parts: got {self.parts}; want 1, or 3 of which two are one to a product, up to 128 dims")
-        if self.dq_pieces not in ((1, 2, 4) if self.dq_parts == 2 and self.wide else (1,)):
-            raise ValueError(f"dq_pieces: got {self.dq_pieces}; want 1, or 2 or 4 of two parts above 128 dims: {self}")
-        if self.shared_bytes > SHARED_BYTES:
-            raise ValueError(f"shared memory: got {self.shared_bytes} bytes; want at most {SHARED_BYTES}: {self}")
+        check_fit(self)
 
     @property
     def wide(self) -> bool:
-        """Which of the two kernels."""
+        """Whether dQ has a kernel of its own."""
         return max(self.head_dim, self.head_dim_v) > 128
 
     @property
@@ -169,8 +170,8 @@ class BackwardTiles:
         dims = self.head_dim + self.head_dim_v
         rows = self.stages * (2 * self.tile_m * dims + 2 * 4 * self.tile_m)  # Q and dO, shifts and deltas
         keys = 2 * self.keys * (self.key_stages * self.head_dim + self.value_stages * self.head_dim_v)
-        scores = 2 * 2 * self.keys * self.tile_m  # dS twice; if wide, where P was
-        dq = 4 * self.tile_m * self.head_dim // self.dq_pieces
+        scores = 2 * 2 * self.keys * self.tile_m  # dS twice; P, if wide
+        dq = 0 if self.wide else 4 * self.tile_m * self.head_dim
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
@@ -184,29 +185,77 @@ BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, par
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to
 +4 % on an H200, against 128 dims with zeros."""
-BACKWARD_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=1, parts=3)
-"""Blocks of 64 dims are not padded to 256: a third less to load and to add up. S = 2k and 8k full +34, +37 % on an
-H200; dQ by way of a buffer +8, +9 %."""
-BACKWARD_D192 = BackwardTiles(192, 192, stages=2, key_stages=1, value_stages=1, parts=3, parts_v=3, earlier_ptxas=True)
-"""As above: S = 2k full +17 %, 8k causal +23 %; the buffer +18, +19 %. By triton 3.9 the earlier ptxas brings 13 % at
-S = 8k causal, other backward tiles -7 to +1 %."""
-BACKWARD_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, dq_pieces=4)
-"""What fits. dQ in pieces of 8 KB by way of a buffer, rather than from the registers: S = 2k and 8k full +4 %, causal
-+7 and +8.5 % on an H200."""
-BACKWARD_D256_DV128 = replace(BACKWARD_D256, head_dim_v=128, key_stages=2, dq_pieces=2)
-"""Dv is not padded: S = 2k full +2 %, 8k causal +8 %."""
+KEYS_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=2, parts=3)
+"""dQ in a kernel of its own: S = 2k causal +24 %, 8k full +15 % on an H200. Blocks of 64 dims are not padded to
+256. Three stages: -1 %."""
+KEYS_D192 = BackwardTiles(192, 192, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3)
+"""As above: S = 2k full +8 %, 8k causal +4 %; three stages, with K and V in one, 0 and -2 %."""
+KEYS_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1)
+"""What fits. dQ in a kernel of its own: S = 512, 2k and 8k full +20, +10, +8 %, causal +30, +16, +11 % on an H200."""
+KEYS_D256_DV128 = replace(KEYS_D256, head_dim_v=128, key_stages=2, value_stages=2)
+"""Dv is not padded. Three stages: 0 %."""
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """dQ above 128 dims: two warpgroups of 64 queries, and how many blocks of tile_n keys are in flight."""
+
+    head_dim: int  # D as Q and K lie in shared memory
+    head_dim_v: int  # Dv, as V and dO lie there
+    key_stages: int
+    value_stages: int
+    parts: int = 1  # Q and K lie in this many blocks
+    parts_v: int = 1  # as V and dO do
+    compute_registers: int = 240
+    load_registers: int = 24
+    turns: bool = True  # of the warpgroups on the matrix units
+    tile_m: int = 64
+    tile_n: int = 64
+    warpgroups: int = 2
+    earlier_ptxas: bool = True  # see ptxas.py: a step of 192 dims is 15 to 50 instructions shorter by that
+
+    def __post_init__(self) -> None:
+        check_fit(self)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return self.warpgroups * self.tile_m
+
+    @property
+    def shared_bytes(self) -> int:
+        rows = 2 * self.rows * (self.head_dim + self.head_dim_v)
+        keys = 2 * self.tile_n * (self.key_stages * self.head_dim + self.value_stages * self.head_dim_v)
+        return rows + keys + 32 * self.warpgroups + 16 * (self.key_stages + self.value_stages)
+
+
+QUERIES_D192_DV128 = QueryTiles(192, 128, key_stages=3, value_stages=3, parts=3)
+"""Without turns S = 2k causal -3 %, 8k full -6 % on an H200."""
+QUERIES_D192 = QueryTiles(192, 192, key_stages=3, value_stages=2, parts=3, parts_v=3)
+"""Without turns S = 2k full and 8k causal -2 %."""
+QUERIES_D256 = QueryTiles(256, 256, key_stages=2, value_stages=1, turns=False)
+"""What fits: K of a step is read in the next, too. Without turns full +1 to +2 %, causal 0 to +1 %, hot 0 to -0.5 %."""
+QUERIES_D256_DV128 = QueryTiles(256, 128, key_stages=2, value_stages=3)
+"""Dv is not padded."""
 
 
 def choose_backward(spec: AttentionSpec) -> BackwardTiles:
     """The tiles of the backward pass for a spec."""
     dims = max(spec.head_dim, spec.head_dim_v)
     if dims > 192:
-        return BACKWARD_D256 if spec.head_dim_v > 128 else BACKWARD_D256_DV128
+        return KEYS_D256 if spec.head_dim_v > 128 else KEYS_D256_DV128
     if dims > 128:
-        return BACKWARD_D192 if spec.head_dim_v > 128 else BACKWARD_D192_DV128
+        return KEYS_D192 if spec.head_dim_v > 128 else KEYS_D192_DV128
     if dims > 64:
         return BACKWARD_D128 if dims > 96 else BACKWARD_D96
     return BACKWARD_D64
+
+
+def choose_queries(spec: AttentionSpec) -> QueryTiles:
+    """The tiles of dQ above 128 dims."""
+    if max(spec.head_dim, spec.head_dim_v) > 192:
+        return QUERIES_D256 if spec.head_dim_v > 128 else QUERIES_D256_DV128
+    return QUERIES_D192 if spec.head_dim_v > 128 else QUERIES_D192_DV128
 
 
 def heads_per_tile(spec: AttentionSpec, tiles: Tiles) -> int:

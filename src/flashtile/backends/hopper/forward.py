@@ -17,12 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .channel import add_rings, anew, load_slot, make_ring
-from .forward_problem import TAIL, Problem, in_order, mask, middle_blocks
+from .forward_problem import TAIL, Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
 from .tile import (
     add_product,
     columns,
@@ -34,7 +33,6 @@ from .tile import (
     meet,
     no_sums,
     pack,
-    parts_of,
     pass_turn,
     product_wait,
     row_sums_by_lane,
@@ -43,7 +41,6 @@ from .tile import (
     tanh,
     unpack,
     whole,
-    width_of,
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -98,11 +95,10 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
     m_block_before = -1
     from_first = False
     for t in range(n_tiles):
-        batch, head, m_block = p.place(gl.load(entries + t))
-        from_first = (m_block > m_block_before) | (from_first ^ True)  # the longest tiles of heads begin together
+        batch, head, m_block, first, last, middle, end, tail, from_first = tile_to_load(
+            p, gl.load(entries + t), m_block_before, from_first
+        )
         m_block_before = m_block
-        first, full_first, full_end, end, tail = p.key_blocks(m_block)
-        last, middle = middle_blocks(first, full_first, full_end, end)
         end += tail
         if not LATE_Q:
             load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
@@ -122,23 +118,6 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
         q_position += 1
     load_slot(v_desc, v_ring, position - 1, batch_before, col_before, head_before, v_ring.parts)
     return q_position, position
-
-
-@gluon.jit
-def scores_product(p, q, q_ring, q_position, k_ring, position, s):
-    """S = Q K^T of the first keys of a slot is begun, in parts of the dims: those in which Q and K lie, or the first as
-    wide as Q_KEPT. q: the first part, where it is kept in registers or there is no other."""
-    KEYS: gl.constexpr = s.shape[1]
-    WIDTH: gl.constexpr = p.Q_KEPT if p.Q_KEPT > 0 else k_ring.width
-    DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
-    for part in gl.static_range(parts_of(WIDTH, DIM)):
-        if DIM > WIDTH:
-            q_position, position = anew(q_position), anew(position)
-            if part * WIDTH >= p.Q_KEPT:
-                q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))
-        k = columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM)).slice(0, KEYS)
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=part > 0, is_async=True)
-    return s
 
 
 @gluon.jit
@@ -277,10 +256,10 @@ def sit_out_scores(warpgroup: gl.constexpr, p, position, k_ring):
 
 
 @gluon.jit
-def sit_out_values(position, v_ring):
-    """O += P V of such a block."""
-    v_ring.await_full(position)
-    v_ring.release(position)
+def sit_out(position, ring):
+    """A slot of such a block of which this warpgroup needs nothing."""
+    ring.await_full(position)
+    ring.release(position)
 
 
 @gluon.jit
@@ -419,7 +398,7 @@ def compute_walk(
                        row_layout)  # fmt: skip
         if p.OWN_BLOCKS:
             if unseen > 0:
-                sit_out_values(position - 1, v_ring)
+                sit_out(position - 1, v_ring)
         if p.TAILS:
             if tail > 0:
                 o, l_new = add_tail(p, s_tail, o, m_new, l_new, v_ring, position - 1, p_layout)
@@ -434,7 +413,7 @@ def compute_walk(
         # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
         for _ in range(end - first - blocks_here):
             sit_out_scores(warpgroup, p, position, k_ring)
-            sit_out_values(position - 1, v_ring)
+            sit_out(position - 1, v_ring)
             position += 1
         end = first + blocks_here
         final = position + (blocks_here - 2)

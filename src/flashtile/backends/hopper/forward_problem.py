@@ -1,12 +1,15 @@
-"""A forward problem: its tiles, which keys they see, and the mask.
+"""A problem in tiles of queries, of the forward pass or of dQ: which keys they see, the mask, and S.
 
 Legend: as in forward.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from .channel import anew
 from .compat import aggregate
+from .tile import columns, parts_of, width_of
 
 TAIL = gl.constexpr(16)  # keys that one wgmma of O += P V sums over, the fewest that it can be computed for
 MANY_KEYS = gl.constexpr(8192)  # from which on `in_order` turns blocks: with fewer it costs 1 to 6 % on an H200
@@ -146,6 +149,17 @@ def middle_blocks(first, full_first, full_end, end):
 
 
 @gluon.jit
+def tile_to_load(p, entry, m_block_before, from_first):
+    """What a producer needs of a tile, the one before and its direction given: (batch, head, m_block), its key blocks
+    (first, last, middle, end, tail), and its own direction, see `in_order`."""
+    batch, head, m_block = p.place(entry)
+    from_first = (m_block > m_block_before) | (from_first ^ True)  # the longest tiles of heads begin together
+    first, full_first, full_end, end, tail = p.key_blocks(m_block)
+    last, middle = middle_blocks(first, full_first, full_end, end)
+    return batch, head, m_block, first, last, middle, end, tail, from_first
+
+
+@gluon.jit
 def in_order(p, block, from_first, last, middle):
     """The block that comes in place of `block`, of blocks that come from the last to the first.
 
@@ -176,4 +190,21 @@ def mask(p, s, row, col, row_layout: gl.constexpr):
     s = gl.where(cols <= last[:, None] - of_lane, s, float("-inf"))
     if p.HAS_LEFT:
         s = gl.where(cols >= (rows - (p.window_left + col))[:, None] - of_lane, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def scores_product(p, q, q_ring, q_position, k_ring, position, s):
+    """S = Q K^T, or dP = dO V^T, of the first keys of a slot is begun, in parts of the dims: those in which Q and K
+    lie, or the first as wide as Q_KEPT. q: the first part, where it is kept in registers or there is no other."""
+    KEYS: gl.constexpr = s.shape[1]
+    WIDTH: gl.constexpr = p.Q_KEPT if p.Q_KEPT > 0 else k_ring.width
+    DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
+    for part in gl.static_range(parts_of(WIDTH, DIM)):
+        if DIM > WIDTH:
+            q_position, position = anew(q_position), anew(position)
+            if part * WIDTH >= p.Q_KEPT:
+                q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))
+        k = columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM)).slice(0, KEYS)
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=part > 0, is_async=True)
     return s

@@ -15,7 +15,7 @@ from .. import Forward
 from ..launcher import Launcher, StreamLaunch, forward_pass, forward_pass_like, prepared
 from . import config, ptxas
 from .forward import forward_kernel
-from .schedule import schedule
+from .schedule import Tile, schedule
 
 LOG2E = 1.4426950408889634
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
@@ -42,7 +42,11 @@ def table(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Tensor:
     """(programs, rounds) int64: how many tiles a program has, then (batch * Hq / pack + head) << 32 | m_block each."""
     pack = config.heads_per_tile(spec, tiles)
     packed = replace(spec, heads_q=spec.heads_q // pack)
-    lists = schedule(packed, tiles.rows // pack, tiles.warpgroups, tiles.tile_n, programs)
+    return entries(schedule(packed, tiles.rows // pack, tiles.warpgroups, tiles.tile_n, programs))
+
+
+def entries(lists: list[list[Tile]]) -> Tensor:
+    """(programs, rounds) int64: how many tiles a program has, then head << 32 | m_block each."""
     rounds = 2 + max(map(len, lists))  # a program reads one entry past its last
     rows = [[len(x), *(head << 32 | m_block for head, m_block in x), *[0] * (rounds - 1 - len(x))] for x in lists]
     return torch.tensor(rows, dtype=torch.int64)

@@ -24,10 +24,11 @@ from .config import BackwardTiles
 from .schedule import BACKWARD_TILE_COST, Tile, backward_head_bytes, query_blocks, tile_costs, turn_of
 
 # An add is known to the next tile 1 to 1.35 steps after it might have begun. So tiles gone through at a time come to a
-# block of dQ two steps apart; one step apart D 192 took 1.3 as long on an H200, D 256 1.15 (`order_by_team_backward`).
+# block of dQ two steps apart; one step apart took 1.3 and 1.15 as long on an H200 at 192 and 256 dims, when those were
+# added up too (`order_by_team_backward`).
 STEPS_APART = 2
 TOO_CLOSE = 1.2
-# What heads that are gone through at a time may take of the cache: D 256 took 1.2 to 1.5 as long with twice as much.
+# What heads that are gone through at a time may take of the cache: 256 dims took 1.2 to 1.5 as long with twice as much.
 CACHE_BYTES = 55_000_000
 PAST_CACHE = 0.4
 # By so much longer it takes for each byte of the heads of all teams, as what a team reads serves few programs: D 96 at
@@ -145,7 +146,9 @@ def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
 
 
 def refuses(spec: AttentionSpec, tiles: BackwardTiles) -> str | None:
-    """Why there is none."""
+    """Why there is none, where dQ is added up."""
+    if tiles.wide:
+        return None
     n_ranks = -(-spec.seqlen_k // tiles.keys) * spec.group * -(-spec.seqlen_q // tiles.tile_m)
     if n_ranks > MAX_RANKS:
         return f"the order of dQ would take a table of {n_ranks} numbers: it makes at most {MAX_RANKS}"

@@ -1,0 +1,98 @@
+"""From a spec and tensors to gradients above 128 dims: the kernels of queries and of keys, launched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...spec import AttentionSpec
+from ..launcher import Launcher, StreamLaunch, prepared
+from . import config, ptxas
+from .backward_keys import keys_kernel
+from .backward_launch import boxes, describe_rows, ordered, row_blocks, scalars, table
+from .backward_queries import queries_kernel
+from .launch import LOG2E, OPTIONS, Box, describe, entries
+from .schedule import schedule
+
+
+def query_boxes(tiles: config.QueryTiles) -> tuple[Box, ...]:
+    """The blocks in which `queries_kernel` copies q, dout, k, v and dq."""
+    width, width_v = tiles.head_dim // tiles.parts, tiles.head_dim_v // tiles.parts_v
+    q, dout = (tiles.tile_m, 1, width), (tiles.tile_m, 1, width_v)
+    return q, dout, (tiles.tile_n, 1, width), (tiles.tile_n, 1, width_v), q
+
+
+def query_table(spec: AttentionSpec, tiles: config.QueryTiles, programs: int) -> Tensor:
+    """(programs, rounds) int64, see `entries`."""
+    return entries(schedule(spec, tiles.rows, tiles.warpgroups, tiles.tile_n, programs))
+
+
+def query_scalars(
+    spec: AttentionSpec, tiles: config.QueryTiles, rounds: int, dout: Tensor, dlse: Tensor | None
+) -> tuple:  # fmt: skip
+    """The arguments of `queries_kernel` after the tensors."""
+    factor, cap_in = spec.score_factors
+    keys = config.choose_backward(spec)
+    padded = row_blocks(spec, keys) * keys.tile_m
+    return (
+        *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
+        spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right, rounds,
+        padded, spec.batch * spec.heads_q * padded, factor * LOG2E, factor, cap_in, spec.softmax_scale,
+        spec.head_dim_v, tiles.tile_m, tiles.tile_n, tiles.key_stages, tiles.value_stages, tiles.parts, tiles.parts_v,
+        tiles.turns, spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
+        tiles.compute_registers, tiles.load_registers,
+    )  # fmt: skip
+
+
+def prepare_queries(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    """`queries_kernel`: from q, dout, k, v to dq, and from out, dout, lse and dlse to rows."""
+    matrices, (_, dout, _, dlse, rows) = tensors[:5], tensors[5:]
+    tiles = config.choose_queries(spec)
+    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    tiles_of = query_table(spec, tiles, programs).to(rows.device)
+    described = map(describe, matrices, query_boxes(tiles))
+    arguments = (*described, *tensors[5:], tiles_of, *query_scalars(spec, tiles, tiles_of.shape[1], dout, dlse))
+    with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
+        return prepared(queries_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
+
+
+def prepare_keys(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    """`keys_kernel`: from q, dout, k, v to dk, dv; it reads rows."""
+    *matrices, rows = tensors
+    tiles = config.choose_backward(spec)
+    lists, turns, _ = ordered(spec, tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count)
+    tiles_of = table(spec, tiles, lists, turns).to(rows.device)
+    described = (*map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles))
+    arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
+    with ptxas.earlier_ptxas(OPTIONS, False) as options:
+        return prepared(keys_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
+
+
+class WideBackwardPass(Launcher):
+    """Both, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up."""
+
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+        dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
+        tiles = config.choose_backward(spec)
+        n_numbers = 2 * spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
+
+        def scratch() -> Tensor:
+            """rows, see backward_rows.py."""
+            return torch.empty_strided((n_numbers,), (1,), dtype=torch.float32, device=q.device)
+
+        rows = scratch()
+        of_queries = prepare_queries(spec, (q, dout, k, v, dq, out, dout, lse, dlse, rows))
+        of_keys = prepare_keys(spec, (q, dout, k, v, dk, dv, rows))
+
+        def launch(
+            stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+            dq: Tensor, dk: Tensor, dv: Tensor,
+        ) -> None:  # fmt: skip
+            rows = scratch()
+            of_queries(stream, q, dout, k, v, dq, out, dout, lse, dlse, rows)
+            of_keys(stream, q, dout, k, v, dk, dv, rows)
+
+        return launch
+
+
+WIDE_BACKWARD = WideBackwardPass()
