@@ -267,6 +267,20 @@ def test_hopper_backward_configs_compile_and_fit(mask, dims):
         assert not usage.spills, usage
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "in order"])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 72), (128, 128)])
+def test_hopper_kernels_before_and_after_the_backward_pass_compile_and_do_not_spill(dims, deterministic):
+    from flashtile.backends.hopper.backward_launch import BEGIN, FINISH
+
+    case = replace(spec((4000, 4096), (16, 16), dims, BF16, batch=2), deterministic=deterministic)
+    q, out = (torch.empty(2, 4000, 16, dim, dtype=BF16, device="meta") for dim in dims)
+    lse, sums, added = torch.empty(2, 16, 4000, device="meta"), torch.empty(1), torch.empty(1, dtype=torch.int32)
+    held = (sums, sums, added) if deterministic else (sums, sums)
+    for launcher, tensors in ((BEGIN, (out, out, lse, lse, *held)), (FINISH, (q, sums))):
+        usage, _ = compile_launch(launcher, case, "sm_90", *tensors)
+        assert not usage.spills, usage
+
+
 def test_lengths_batch_and_heads_compile_no_other_variant_of_a_hopper_kernel():
     from flashtile.backends.hopper.backward import backward_kernel
     from flashtile.backends.hopper.backward_keys import keys_kernel
