@@ -18,7 +18,8 @@ _PTXAS = threading.Lock()
 
 @contextlib.contextmanager
 def earlier_ptxas(options: dict[str, Any], pays: bool) -> Iterator[dict[str, Any]]:
-    """Within, if it pays, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives.
+    """Within, if it pays, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives;
+    if not, by its own, as no other thread is within meanwhile.
 
     From 3.9 on it takes that of CUDA 13, which works out the addresses of operands at greater length. Of what kernels
     make by Triton 3.6, on an H200: forward D 96 0.92 -> 0.99, D 128 0.97 -> 0.99, D 192 causal 0.97 -> 1.00, backward

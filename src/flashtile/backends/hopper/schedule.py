@@ -113,7 +113,8 @@ def tile_costs(spec: AttentionSpec, keys: int, tile_m: int) -> list[float]:
 
 
 def backward_head_bytes(spec: AttentionSpec) -> int:
-    """What the tiles of a key head read, and add to, in the backward pass."""
+    """What the tiles of a key head read, and add to, in the backward pass. Above 128 dims, where they add to nothing,
+    the same: sections of heads are as they were timed."""
     row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     return spec.seqlen_k * row_bytes + spec.group * spec.seqlen_q * (row_bytes + 4 * spec.head_dim)
 
