@@ -151,7 +151,8 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         ]
     sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"
     counted = ("*i32", "*i16") if spec.deterministic else (None, None)
-    others |= {"sums_desc": sums, "added_ptr": counted[0], "ranks_ptr": counted[1]}
+    element = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[spec.dtype]
+    others |= {"sums_desc": sums, "pieces_ptr": element, "added_ptr": counted[0], "ranks_ptr": counted[1]}
     return [_compile_gluon(backward_kernel, spec, boxes, others, "*i32", scalars, False)]
 
 

@@ -380,7 +380,8 @@ def gl_load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0
     return registers(torch.where(mask, pointer.tensor[torch.where(mask, pointer.at, 0)], other))
 
 
-def gl_store(pointer: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
+def gl_store(pointer: Pointer, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    mask = torch.full(x.shape, True) if mask is None else mask
     pointer.tensor[pointer.at[mask]] = torch.Tensor(x[mask])
 
 
@@ -447,6 +448,7 @@ class Language:
     SliceLayout = NVMMADistributedLayout = DotOperandLayout = staticmethod(_stub)
     BlockedLayout = SwizzledSharedLayout = staticmethod(_stub)
     NVMMASharedLayout = SimpleNamespace(get_default_for=_stub)
+    pointer_type = staticmethod(identity)
     num_warps = staticmethod(lambda: 4)
     program_id = staticmethod(lambda _axis: HERE.program.id)
     convert_layout = staticmethod(lambda x, _layout: x)

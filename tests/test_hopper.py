@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from flashtile.backends.hopper.schedule import (
     query_blocks,
     schedule,
     tile_costs,
+    with_pieces,
 )
 from flashtile.testing import Result, Sample, make_inputs
 
@@ -69,12 +70,39 @@ def test_every_tile_of_the_backward_pass_is_scheduled_once(seqlen_q, seqlen_k, l
 
 
 @given(
+    st.integers(1, 40_000), st.integers(1, 40_000), st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    st.sampled_from([64, 128]), st.integers(1, 300),
+)  # fmt: skip
+def test_programs_share_out_the_last_round_of_tiles(seqlen_q, seqlen_k, batch, heads, tile_m, most):
+    case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch)
+    lists = backward_schedule(case, 128, tile_m, PROGRAMS)
+    tiles, pieces = with_pieces(case, lists, tile_m, PROGRAMS, most)
+    blocks = -(-seqlen_q // tile_m)
+    done = sorted((tile, 0, blocks) for program in tiles for tile in program)
+    in_line = [piece for program in pieces for piece in program]
+    assert len(in_line) <= most
+    for tile, of_tile in groupby(in_line, key=lambda piece: piece.tile):
+        edges = [(first, end) for _, first, end in of_tile]
+        assert all(first < end for first, end in edges)
+        assert [0, *(end for _, end in edges)] == [*(first for first, _ in edges), blocks]
+        done.append((tile, 0, blocks))
+    assert sorted(done) == sorted((tile, 0, blocks) for program in lists for tile in program)
+    steps = [
+        len(mine) * blocks + sum(end - first for *_, first, end in shared)
+        for mine, shared in zip_longest(tiles, pieces, fillvalue=[])
+    ]
+    assert max(steps) <= max(map(len, lists)) * blocks
+    assert len(tiles) <= PROGRAMS
+    assert all(steps)
+
+
+@given(
     lengths, lengths, windows, windows, st.integers(1, 3), st.sampled_from([(1, 1), (4, 2), (6, 1)]),
     st.sampled_from([64, 128]),
 )  # fmt: skip
 def test_every_tile_has_its_place_in_the_order(seqlen_q, seqlen_k, left, right, batch, heads, tile_m):
     case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch, left=left, right=right)
-    lists, turns, ranks = order(case, 128, tile_m, PROGRAMS)
+    lists, turns, ranks, _ = order(case, 128, tile_m, PROGRAMS)
     assert len(lists) <= PROGRAMS
     assert all(lists)
     n_blocks = -(-seqlen_k // 128)
@@ -103,7 +131,7 @@ def steps(case, n_block, keys, tile_m, turn):
 def finished(case, keys, tile_m, add_time, known_after=0.0):
     """When the last program is done if a step and the end of a tile take 1 each, and an add that long, which the next
     knows of so much later: dQ of a step may wait to be added while the next is computed."""
-    lists, turns, ranks = order(case, keys, tile_m, PROGRAMS)
+    lists, turns, ranks, _ = order(case, keys, tile_m, PROGRAMS)
     n_blocks = -(-case.seqlen_k // keys)
     steps_of = functools.cache(lambda place: steps(case, place % n_blocks, keys, tile_m, turns[place]))
     added = {}  # (key head, query head and block, rank): when

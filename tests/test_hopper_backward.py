@@ -11,7 +11,7 @@ import torch
 from cases import BF16, HALF, spec, takes
 
 from flashtile.backends import hopper, reference
-from flashtile.backends.hopper import backward_launch, backward_wide_launch, config
+from flashtile.backends.hopper import backward_launch, backward_wide_launch, config, schedule
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -61,18 +61,28 @@ def backward_on_cpu(
     matrices = (q, dout, k, v, dk, dv)
     descriptors = described(matrices, backward_launch.boxes(tiles))
     of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
-    lists, turns, ranks = backward_launch.ordered(case, tiles, programs)
-    table = backward_launch.table(case, tiles, lists, turns)
+    of = backward_launch.ordered(case, tiles, programs)
+    table = backward_launch.table(case, tiles, of)
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
     kernel = gluon_on_cpu.load("backward").backward_kernel
     box = list(backward_launch.sums_box(tiles))
-    of_sums = [gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box), None, None]
-    if ranks is not None:
+    pieces = torch.full((sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim), float("nan"))
+    of_sums = [gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box), gluon_on_cpu.Pointer(pieces.view(-1)), None, None]
+    if of.ranks is not None:
         added = torch.zeros(case.batch * case.heads_q * blocks * 2, dtype=torch.int32)
-        of_sums[1:] = gluon_on_cpu.Pointer(added), gluon_on_cpu.Pointer(ranks.flatten())
+        of_sums[2:] = gluon_on_cpu.Pointer(added), gluon_on_cpu.Pointer(of.ranks.flatten())
     arguments = (*descriptors, of_rows, *of_sums, gluon_on_cpu.Pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(kernel, len(table), arguments, together=case.deterministic)
+    add_pieces(pieces, tiles, backward_launch.shared_tiles(case, tiles, of), dk, dv)
     return in_order(sums, case, tiles, blocks), dk, dv
+
+
+def add_pieces(pieces, tiles, shared, dk, dv):
+    """What `add_kernel` does."""
+    for batch, head, key, first, count in shared.tolist():
+        x = pieces[first : first + count].sum(0)[: dk.shape[1] - key]
+        dv[batch, key : key + len(x), head] = x[:, : dv.shape[3]].to(dv.dtype)
+        dk[batch, key : key + len(x), head] = x[:, tiles.head_dim_v :][:, : dk.shape[3]].to(dk.dtype)
 
 
 def described(matrices, boxes):
@@ -96,8 +106,7 @@ def wide_backward_on_cpu(case, tiles, inputs, given, programs):
     gluon_on_cpu.run(gluon_on_cpu.load("backward_queries").queries_kernel, len(table), arguments)
     torch.testing.assert_close(rows, expected_rows, atol=1e-4, rtol=1e-4)
     of_keys = described((q, dout, k, v, dk, dv), backward_launch.boxes(tiles))
-    lists, turns, _ = backward_launch.ordered(case, tiles, programs)
-    table = backward_launch.table(case, tiles, lists, turns)
+    table = backward_launch.table(case, tiles, backward_launch.ordered(case, tiles, programs))
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
     arguments = (*of_keys, of_rows, pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(gluon_on_cpu.load("backward_keys").keys_kernel, len(table), arguments)
@@ -129,6 +138,48 @@ def test_gradients_are_right_whatever_comes_first(name, programs):
     assert wrong(case, inputs, gradients) == []
 
 
+SHARED = {
+    "D 64": (spec((700, 300), (4, 2), (64, 56), BF16, batch=2), 5),
+    "D 64, many programs": (spec((700, 300), (4, 2), (64, 64), BF16, batch=2), 9),
+    "fewer tiles than programs": (spec((1000, 100), (8, 1), (64, 64), HALF, batch=1), 4),
+    "D 96": (spec((1300, 200), (4, 4), (96, 80), HALF, batch=1), 5),
+    "D 128": (spec((1200, 300), (4, 2), (128, 128), BF16, batch=1), 4),
+    "D 128 cap": (spec((1200, 300), (4, 2), (104, 128), BF16, batch=1, softcap=4.0), 5),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_gradients_are_right_where_programs_share_tiles(name, monkeypatch):
+    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
+    monkeypatch.setattr(schedule, "PIECES_COST", 0)
+    case, programs = SHARED[name]
+    tiles = config.choose_backward(case)
+    assert sum(map(len, backward_launch.ordered(case, tiles, programs).pieces)) >= 3
+    inputs = make_inputs(case)
+    assert wrong(case, inputs, backward_on_cpu(case, tiles, inputs, programs)) == []
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", SHARED)
+def test_pieces_of_tiles_are_added_up(name, monkeypatch):
+    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
+    monkeypatch.setattr(schedule, "PIECES_COST", 0)
+    case, programs = SHARED[name]
+    monkeypatch.setattr(backward_launch, "programs_on", lambda _device: programs)
+    tiles = config.choose_backward(case)
+    of = backward_launch.ordered(case, tiles, programs)
+    q, k, v, *_ = make_inputs(case)
+    pieces = torch.randn(sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim)
+    dq = torch.empty_like(q)
+    dq.view(-1).view(torch.float32)[: pieces.numel()] = pieces.flatten()
+    found = torch.zeros_like(k).transpose(1, 2).contiguous().transpose(1, 2), torch.zeros_like(v)
+    expected = torch.zeros_like(k), torch.zeros_like(v)
+    backward_launch.ADD.prepare(case, (dq, *found))(0, dq, *found)
+    add_pieces(pieces, tiles, backward_launch.shared_tiles(case, tiles, of), *expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("programs", [2, 5])
 def test_in_order_gradients_are_right_and_the_same_bits_whatever_comes_first(name, programs):
@@ -150,7 +201,7 @@ def test_other_tiles_are_right_too(change):
 
 def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(monkeypatch):
     prepared, given = [], {}
-    for name in ("BEGIN", "MAIN", "FINISH"):
+    for name in ("BEGIN", "MAIN", "ADD", "FINISH"):
 
         def prepare(spec, tensors, name=name):
             prepared.append((name, len(tensors)))
@@ -165,9 +216,10 @@ def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(monkeypatch
         dq, dk, dv = hopper.backward(case, dout, None, q, k, v, out, lse)
         *begun, rows, sums = given["BEGIN"]
         assert begun == [id(x) for x in (out, dout, lse, None)]
-        assert given["MAIN"] == [*(id(x) for x in (q, dout, k, v, dk, dv)), rows, sums]
+        assert given["MAIN"] == [*(id(x) for x in (q, dout, k, v, dk, dv)), rows, sums, id(dq)]
+        assert given["ADD"] == [id(x) for x in (dq, dk, dv)]
         assert given["FINISH"] == [id(dq), sums]
-    assert prepared == [("BEGIN", 6), ("MAIN", 8), ("FINISH", 2)]
+    assert prepared == [("BEGIN", 6), ("MAIN", 9), ("ADD", 3), ("FINISH", 2)]
 
 
 def test_a_kernel_that_stands_still_is_noticed():

@@ -30,6 +30,7 @@ from .backward_problem import (
     HEAD_K,
     KEY,
     KEYS,
+    PIECE,
     QUERIES,
     TURN,
     WARPGROUPS,
@@ -41,6 +42,7 @@ from .backward_problem import (
     over_parts,
     probabilities,
     row_numbers,
+    store_piece,
 )
 from .backward_sums import add_loop, count_loop, first_dq_part, make_dq_rings, make_signals, put_dq
 from .channel import anew, make_ring, ring_of
@@ -123,7 +125,7 @@ def wait_for(sums, others):
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, dk_desc, dv_desc,
+    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, dk_desc, dv_desc, pieces_ptr,
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
@@ -208,12 +210,19 @@ def compute_loop(
                 has = True
                 position += 1
         v_ring.release(tile)
-        # line 18, by way of the buffer of dQ
-        dq_ring.await_empty(position - 1)
-        batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
-        key = gl.load(entry + KEY) + warpgroup * KEYS
-        store_sums(dv_desc, keys_buffer, dv, 1.0, batch, key, head_k)
-        store_sums(dk_desc, keys_buffer, dk, p.softmax_scale, batch, key, head_k)
+        # line 18
+        piece = gl.load(entry + PIECE)
+        if piece > 0:
+            store_piece(pieces_ptr, piece - 1, dv, 1.0, warpgroup * KEYS, 0, WARPGROUPS * KEYS, 2 * DIM)
+            store_piece(
+                pieces_ptr, piece - 1, dk, p.softmax_scale, warpgroup * KEYS, DIM, WARPGROUPS * KEYS, 2 * DIM
+            )  # fmt: skip
+        else:  # by way of the buffer of dQ
+            dq_ring.await_empty(position - 1)
+            batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
+            key = gl.load(entry + KEY) + warpgroup * KEYS
+            store_sums(dv_desc, keys_buffer, dv, 1.0, batch, key, head_k)
+            store_sums(dk_desc, keys_buffer, dk, p.softmax_scale, batch, key, head_k)
         tile += 1
         entry += FIELDS
     ds_ring.await_full(position - 1)
@@ -225,7 +234,8 @@ def compute_loop(
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
 def backward_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, added_ptr, ranks_ptr, schedule_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, sums_desc, pieces_ptr, added_ptr, ranks_ptr,
+    schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -257,9 +267,9 @@ def backward_kernel(
         arrivals_0, arrivals_1 = make_signals(q_ring)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc,
+        (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc, pieces_ptr,
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
-        (compute_loop, (1, DQ_PARTS, p, dk_desc, dv_desc,
+        (compute_loop, (1, DQ_PARTS, p, dk_desc, dv_desc, pieces_ptr,
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),

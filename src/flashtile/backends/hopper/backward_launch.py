@@ -1,4 +1,4 @@
-"""From a spec and tensors to gradients up to 128 dims: the backward pass's three kernels, launched."""
+"""From a spec and tensors to gradients up to 128 dims: the backward pass's kernels, launched."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from . import config, ptxas
 from .backward import backward_kernel
-from .backward_problem import FIELDS
-from .backward_rows import begin_kernel, finish_kernel
+from .backward_problem import END, FIELDS, FIRST, PIECE, TURN
+from .backward_rows import add_kernel, begin_kernel, finish_kernel
 from .backward_sums import SUMS_WIDTH
-from .launch import LOG2E, OPTIONS, Box, describe
+from .launch import LOG2E, OPTIONS, Box, describe, programs_on
 from .order import Order, order
-from .schedule import Tile, backward_schedule, tile_fields, turn_of
+from .schedule import backward_schedule, tile_fields, turn_of, with_pieces
+
+ADDED_NUMBERS = 1024  # of a tile in pieces, by a program that adds them up
 
 
 def row_blocks(spec: AttentionSpec, tiles: config.BackwardTiles) -> int:
@@ -53,26 +55,56 @@ def ordered(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> 
     """The tiles of every program, and the order in which they add to dQ if it must not change."""
     if spec.deterministic and not tiles.wide:
         return order(spec, tiles.keys, tiles.tile_m, programs)
+    return in_any_order(spec, tiles, programs)
+
+
+def piece_bytes(tiles: config.BackwardTiles) -> int:
+    """dK and dV of a tile in float32."""
+    return 4 * tiles.keys * (tiles.head_dim + tiles.head_dim_v)
+
+
+def in_any_order(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
+    """Tiles, and pieces of them, no more than the memory of dQ holds in the dtype of q."""
     turns = [turn_of(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(-(-spec.seqlen_k // tiles.keys))]
-    return Order(backward_schedule(spec, tiles.keys, tiles.tile_m, programs), turns, None)
+    lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
+    dq_bytes = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim * spec.dtype.itemsize
+    lists, pieces = with_pieces(spec, lists, tiles.tile_m, programs, dq_bytes // piece_bytes(tiles))
+    return Order(lists, turns, None, pieces)
 
 
-def table(spec: AttentionSpec, tiles: config.BackwardTiles, lists: list[list[Tile]], turns: list[int]) -> Tensor:
-    """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles."""
+def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor:
+    """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles, and its pieces of others."""
     n_blocks, n_steps = -(-spec.seqlen_k // tiles.keys), spec.group * row_blocks(spec, tiles)
     fields = [
         tile_fields(spec, place % n_blocks, tiles.keys, tiles.tile_m, turn, place * n_steps)
-        for place, turn in enumerate(turns)
+        for place, turn in enumerate(of.turns)
     ]
     width = FIELDS.value
     padding = [0] * (width - 2 - len(fields[0]))
     of_place = [field + padding for field in fields]
-    found = torch.zeros(len(lists), 1 + max(map(len, lists)), width, dtype=torch.int32)
-    for program, tiles_of in enumerate(lists):
-        rows = [[*divmod(head, spec.heads_k), *of_place[place]] for head, place in tiles_of]
+    pieces = of.pieces + [[]] * (len(of.lists) - len(of.pieces))
+    rounds = max(len(tiles_of) + len(pieces_of) for tiles_of, pieces_of in zip(of.lists, pieces, strict=True))
+    found = torch.zeros(len(of.lists), 1 + rounds, width, dtype=torch.int32)
+    n_pieces = 0
+    for program, (tiles_of, pieces_of) in enumerate(zip(of.lists, pieces, strict=True)):
+        all_of = [*tiles_of, *(piece.tile for piece in pieces_of)]
+        rows = [[*divmod(head, spec.heads_k), *of_place[place]] for head, place in all_of]
+        for row, piece in zip(rows[len(tiles_of) :], pieces_of, strict=True):
+            n_pieces += 1
+            row[FIRST.value], row[END.value], row[TURN.value], row[PIECE.value] = piece.first, piece.end, 0, n_pieces
         found[program, 0, 0] = len(rows)
         found[program, 1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.int32)
     return found
+
+
+def shared_tiles(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor:
+    """(tiles, 5) int32: batch, key head, first key, first piece and how many pieces, of every tile in pieces."""
+    tile_of = [piece.tile for pieces_of in of.pieces for piece in pieces_of]
+    rows = [
+        [*divmod(head, spec.heads_k), block * tiles.keys, tile_of.index((head, block)), tile_of.count((head, block))]
+        for head, block in dict.fromkeys(tile_of)
+    ]
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 5)
 
 
 def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tuple:
@@ -100,18 +132,18 @@ def describe_rows(rows: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor
 
 
 class BackwardKernel:
-    """`backward_kernel`: from q, dout, k, v to dk, dv; it reads rows, adds to sums and, where these have an order,
-    counts in added."""
+    """`backward_kernel`: from q, dout, k, v to dk, dv, and pieces of them; it reads rows, adds to sums and, where these
+    have an order, counts in added."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
-        matrices, (rows, sums, *added) = tensors[:6], tensors[6:]
+        matrices, (rows, sums, pieces, *added) = tensors[:6], tensors[6:]
         tiles = config.choose_backward(spec)
-        programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
-        lists, turns, ranks = ordered(spec, tiles, programs)
-        tiles_of = table(spec, tiles, lists, turns).to(rows.device)
-        counted = (None, None) if ranks is None else (*added, ranks.to(rows.device))
+        of = ordered(spec, tiles, programs_on(rows.device))
+        tiles_of = table(spec, tiles, of).to(rows.device)
+        counted = (None, None) if of.ranks is None else (*added, of.ranks.to(rows.device))
         described = (
-            *map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), describe_sums(sums, tiles), *counted
+            *map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), describe_sums(sums, tiles), pieces,
+            *counted,
         )  # fmt: skip
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
@@ -155,8 +187,24 @@ def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tenso
     )  # fmt: skip
 
 
+class PiecesKernel:
+    """`add_kernel`: from pieces to dk and dv of the tiles that have them; nothing where none has."""
+
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+        _, dk, dv = tensors
+        tiles = config.choose_backward(spec)
+        shared = shared_tiles(spec, tiles, in_any_order(spec, tiles, programs_on(dk.device)))
+        arguments = (
+            *tensors, shared.to(dk.device), *dk.stride()[:3], *dv.stride()[:3], spec.seqlen_k,
+            spec.head_dim, spec.head_dim_v, tiles.head_dim, tiles.head_dim_v, tiles.keys, ADDED_NUMBERS,
+        )  # fmt: skip
+        grid = len(shared) * (piece_bytes(tiles) // (4 * ADDED_NUMBERS))
+        return prepared(add_kernel, dk.device, grid, arguments, len(tensors), OPTIONS)
+
+
 BEGIN = RowsKernel(begin_kernel, begin_arguments)
 MAIN = BackwardKernel()
+ADD = PiecesKernel()
 FINISH = RowsKernel(finish_kernel, finish_arguments)
 
 
@@ -179,7 +227,9 @@ class BackwardPass(Launcher):
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         held = scratch()
         begin = BEGIN.prepare(spec, (out, dout, lse, dlse, *held))
-        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, *held))
+        # the memory of dq holds the pieces until dq is written
+        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, *held[:2], dq, *held[2:]))
+        add = None if spec.deterministic else ADD.prepare(spec, (dq, dk, dv))
         finish = FINISH.prepare(spec, (dq, held[1]))
 
         def launch(
@@ -188,7 +238,9 @@ class BackwardPass(Launcher):
         ) -> None:  # fmt: skip
             held = scratch()
             begin(stream, out, dout, lse, dlse, *held)
-            main(stream, q, dout, k, v, dk, dv, *held)
+            main(stream, q, dout, k, v, dk, dv, *held[:2], dq, *held[2:])
+            if add is not None:
+                add(stream, dq, dk, dv)
             finish(stream, dq, held[1])
 
         return launch

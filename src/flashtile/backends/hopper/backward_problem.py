@@ -35,6 +35,7 @@ RIGHT_EDGE = gl.constexpr(8)  # the first and the last query that see its first 
 LEFT_EDGE = gl.constexpr(9)
 TURN = gl.constexpr(10)  # blocks past the first at which the tile begins; or -(first + end): it goes backwards
 RANKS = gl.constexpr(11)  # where its ranks begin, if tiles add to dQ in order
+PIECE = gl.constexpr(12)  # 0 or, of a piece of a tile, 1 + which of all pieces
 FIELDS = gl.constexpr(16)
 
 
@@ -168,6 +169,23 @@ def store_slot(desc, ring, position, sums, scale, batch, row, head):
     for part in gl.static_range(len(sums)):
         store_async(desc, [batch, row, head, part * WIDTH], ring.buffer(position, part))
     tma.store_wait(0)
+
+
+@gluon.jit
+def store_piece(pieces_ptr, piece, sums, scale, row, first: gl.constexpr, rows: gl.constexpr, WIDTH: gl.constexpr):
+    """dK or dV of some keys of a tile, by a piece of its queries, in columns `first` ... of (pieces, rows, WIDTH)
+    float32: `add_kernel` adds up the pieces of a tile."""
+    numbers = pieces_ptr.to(gl.pointer_type(gl.float32))
+    for part in gl.static_range(len(sums)):
+        store_matrix(numbers, sums[part] * scale, piece * rows + row, first + part * sums[0].shape[1], WIDTH)
+
+
+@gluon.jit
+def store_matrix(ptr, x, row, column, stride):
+    """x, from a row and a column of a matrix on."""
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    in_row = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    gl.store(ptr + (rows[:, None] * stride + in_row[None, :]), x)
 
 
 @gluon.jit

@@ -53,6 +53,37 @@ def begin_kernel(
         tl.store(added_ptr + index * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
+@triton.jit(do_not_specialize=["seqlen_k"])
+def add_kernel(
+    pieces_ptr, dk_ptr, dv_ptr, shared_ptr, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, seqlen_k,
+    D: tl.constexpr, DV: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, KEYS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of tiles in pieces, which are added up from the first to the last in every run: NUMBERS of a tile.
+
+    pieces: (pieces, KEYS, DIM_V + DIM) float32, dV beside dK; shared: see `shared_tiles`.
+    """
+    WIDTH: tl.constexpr = DIM_V + DIM
+    BLOCKS: tl.constexpr = KEYS * WIDTH // NUMBERS
+    AT_ONCE: tl.constexpr = 8
+    shared_ptr += tl.program_id(0) // BLOCKS * 5
+    batch, head, key = (tl.load(shared_ptr + i).to(tl.int64) for i in tl.static_range(3))
+    first, count = tl.load(shared_ptr + 3), tl.load(shared_ptr + 4)
+    at = tl.program_id(0) % BLOCKS * NUMBERS + tl.arange(0, NUMBERS)
+    numbers = pieces_ptr.to(tl.pointer_type(tl.float32)) + first * (KEYS * WIDTH) + at
+    total = tl.zeros([NUMBERS], tl.float32)
+    for start in range(0, count, AT_ONCE):
+        piece = start + tl.arange(0, AT_ONCE)
+        x = tl.load(numbers[None, :] + piece[:, None] * (KEYS * WIDTH), (piece < count)[:, None], 0.0)
+        total += tl.sum(x, 0)
+    row, column = key + at // WIDTH, at % WIDTH
+    here = row < seqlen_k
+    of_dv = dv_ptr + batch * stride_vb + row * stride_vs + head * stride_vh + column
+    tl.store(of_dv, total.to(dv_ptr.dtype.element_ty), here & (column < DV))
+    of_dk = dk_ptr + batch * stride_kb + row * stride_ks + head * stride_kh + (column - DIM_V)
+    tl.store(of_dk, total.to(dk_ptr.dtype.element_ty), here & (column >= DIM_V) & (column < DIM_V + D))
+
+
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
 def finish_kernel(
     dq_ptr, sums_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,

@@ -11,7 +11,7 @@ from . import config, ptxas
 from .backward_keys import keys_kernel
 from .backward_launch import boxes, describe_rows, ordered, row_blocks, scalars, table
 from .backward_queries import queries_kernel
-from .launch import LOG2E, OPTIONS, Box, describe, entries
+from .launch import LOG2E, OPTIONS, Box, describe, entries, programs_on
 from .schedule import schedule
 
 
@@ -48,8 +48,7 @@ def prepare_queries(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
     """`queries_kernel`: from q, dout, k, v to dq, and from out, dout, lse and dlse to rows."""
     matrices, (_, dout, _, dlse, rows) = tensors[:5], tensors[5:]
     tiles = config.choose_queries(spec)
-    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
-    tiles_of = query_table(spec, tiles, programs).to(rows.device)
+    tiles_of = query_table(spec, tiles, programs_on(rows.device)).to(rows.device)
     described = map(describe, matrices, query_boxes(tiles))
     arguments = (*described, *tensors[5:], tiles_of, *query_scalars(spec, tiles, tiles_of.shape[1], dout, dlse))
     with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
@@ -60,8 +59,7 @@ def prepare_keys(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
     """`keys_kernel`: from q, dout, k, v to dk, dv; it reads rows."""
     *matrices, rows = tensors
     tiles = config.choose_backward(spec)
-    lists, turns, _ = ordered(spec, tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count)
-    tiles_of = table(spec, tiles, lists, turns).to(rows.device)
+    tiles_of = table(spec, tiles, ordered(spec, tiles, programs_on(rows.device))).to(rows.device)
     described = (*map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles))
     arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
     with ptxas.earlier_ptxas(OPTIONS, False) as options:

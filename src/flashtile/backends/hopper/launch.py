@@ -45,6 +45,11 @@ def table(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Tensor:
     return entries(schedule(packed, tiles.rows // pack, tiles.warpgroups, tiles.tile_n, programs))
 
 
+def programs_on(device: torch.device) -> int:
+    """How many persistent programs run on a GPU: one on each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def entries(lists: list[list[Tile]]) -> Tensor:
     """(programs, rounds) int64: how many tiles a program has, then head << 32 | m_block each."""
     rounds = 2 + max(map(len, lists))  # a program reads one entry past its last
@@ -58,8 +63,7 @@ class ForwardKernel(Launcher):
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         *described, lse = tensors  # q, k, v, out
         tiles = config.choose(spec)
-        programs = torch.cuda.get_device_properties(lse.device).multi_processor_count
-        tiles_of = table(spec, tiles, programs).to(lse.device)
+        tiles_of = table(spec, tiles, programs_on(lse.device)).to(lse.device)
         descriptors = map(describe, described, boxes(spec, tiles))
         arguments = (*descriptors, lse, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...spec import AttentionSpec
 from .config import BackwardTiles
-from .schedule import BACKWARD_TILE_COST, Tile, backward_head_bytes, query_blocks, tile_costs, turn_of
+from .schedule import BACKWARD_TILE_COST, Piece, Tile, backward_head_bytes, query_blocks, tile_costs, turn_of
 
 # An add is known to the next tile 1 to 1.35 steps after it might have begun. So tiles gone through at a time come to a
 # block of dQ two steps apart; one step apart took 1.3 and 1.15 as long on an H200 at 192 and 256 dims, when those were
@@ -42,6 +42,7 @@ class Order(NamedTuple):
     lists: list[list[Tile]]  # the tiles of every program: key heads and places in `turns`
     turns: list[int]  # of the tiles of a head, for each way to go through it
     ranks: Tensor | None  # (len(turns), group * row_blocks) int16: how many add before, step by step of each tile
+    pieces: list[list[Piece]]  # what the first programs have of tiles that they share
 
 
 class Team(NamedTuple):
@@ -142,7 +143,7 @@ def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
     ranks = torch.zeros(len(turns) + 1, when.shape[2], dtype=torch.int16)  # the step after the last is looked up too
     for place, visited in enumerate(steps_of):
         ranks[place, : len(visited)] = by_block[place, visited.long()]
-    return Order(lists, turns, ranks)
+    return Order(lists, turns, ranks, [])
 
 
 def refuses(spec: AttentionSpec, tiles: BackwardTiles) -> str | None:

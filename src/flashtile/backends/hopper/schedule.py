@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 from dataclasses import replace
+from typing import NamedTuple
 
 from ...spec import AttentionSpec
 
@@ -27,9 +28,21 @@ SITTING_OUT = 0.5
 TILE_COST = 0.6
 # The same for a tile of the backward pass, in query blocks: dK and dV on their way out.
 BACKWARD_TILE_COST = 1.0
+# Steps that a piece of a tile has at least, and what it costs to have pieces, in steps: their sums, on the way out, and
+# the kernel that adds them up. Estimates.
+PIECE_STEPS = 4
+PIECES_COST = 6
 
 Tile = tuple[int, int]
 """(batch * Hq + head, m_block); in the backward pass (batch * Hk + head, n_block)"""
+
+
+class Piece(NamedTuple):
+    """Query blocks of a tile of the backward pass, what one program has of a tile that several share."""
+
+    tile: Tile
+    first: int
+    end: int
 
 
 def key_blocks(spec: AttentionSpec, m_block: int, rows: int, tile_n: int) -> int:
@@ -124,6 +137,35 @@ def backward_schedule(spec: AttentionSpec, keys: int, tile_m: int, programs: int
     cost = tile_costs(spec, keys, tile_m)
     alike = min(cost) == max(cost)
     return spread(cost, spec.batch * spec.heads_k, 1, backward_head_bytes(spec), programs, alike)
+
+
+def with_pieces(
+    spec: AttentionSpec, lists: list[list[Tile]], tile_m: int, programs: int, most: int
+) -> tuple[list[list[Tile]], list[list[Piece]]]:
+    """(tiles, pieces) of every program. Without a mask all tiles are alike: where the last round of tiles would leave
+    programs without one, and that is worth it, all share it out, an equal part of a line of its query blocks for each:
+    the end of one tile and the beginning of another at most. In all at most so many pieces."""
+    if spec.window_left >= 0 or spec.window_right >= 0:
+        return lists, []
+    rounds = len(lists[-1]) if len(lists) == programs else 0
+    last = [tiles[rounds] for tiles in lists if len(tiles) > rounds]
+    blocks = -(-spec.seqlen_q // tile_m)
+    fewest = max(
+        most - len(last), 1
+    )  # programs, as a tile may be the end of one's share and the beginning of another's
+    share = max(-(-len(last) * blocks // min(programs, fewest)), -(-PIECE_STEPS // spec.group))
+    if not last or (blocks - share) * spec.group <= PIECES_COST:
+        return lists, []
+    pieces = [
+        [
+            Piece(last[at // blocks], at % blocks, min(at % blocks + end - at, blocks))
+            for at in (start, start // blocks * blocks + blocks)
+            if at < end
+        ]
+        for start, end in ((i, min(i + share, len(last) * blocks)) for i in range(0, len(last) * blocks, share))
+    ]
+    whole = [tiles[:rounds] for tiles in lists] + [[]] * (len(pieces) - len(lists))
+    return whole[: max(len(pieces), len(lists) if rounds else 0)], pieces
 
 
 def query_blocks(spec: AttentionSpec, n_block: int, keys: int, tile_m: int) -> tuple[int, int, int, int]:
