@@ -146,7 +146,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         numbers = {"out_ptr": element, "dout_ptr": element, "lse_ptr": "*fp32", "dlse_ptr": None, "rows_ptr": "*fp32"}
         query_boxes = backward_wide_launch.query_boxes(queries)
         return [
-            _compile_gluon(keys_kernel, spec, boxes, others, "*i32", scalars, False),
+            _compile_gluon(keys_kernel, spec, boxes, others | {"pieces_ptr": "*fp32"}, "*i32", scalars, False),
             _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries, queries.earlier_ptxas),
         ]
     sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"

@@ -106,10 +106,13 @@ def wide_backward_on_cpu(case, tiles, inputs, given, programs):
     gluon_on_cpu.run(gluon_on_cpu.load("backward_queries").queries_kernel, len(table), arguments)
     torch.testing.assert_close(rows, expected_rows, atol=1e-4, rtol=1e-4)
     of_keys = described((q, dout, k, v, dk, dv), backward_launch.boxes(tiles))
-    table = backward_launch.table(case, tiles, backward_launch.ordered(case, tiles, programs))
+    of = backward_launch.ordered(case, tiles, programs)
+    pieces = torch.full((sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim), float("nan"))
+    table = backward_launch.table(case, tiles, of)
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
-    arguments = (*of_keys, of_rows, pointer(table.flatten()), *scalars)
+    arguments = (*of_keys, of_rows, pointer(pieces.view(-1)), pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(gluon_on_cpu.load("backward_keys").keys_kernel, len(table), arguments)
+    add_pieces(pieces, tiles, backward_launch.shared_tiles(case, tiles, of), dk, dv)
     return dq, dk, dv
 
 
@@ -145,6 +148,9 @@ SHARED = {
     "D 96": (spec((1300, 200), (4, 4), (96, 80), HALF, batch=1), 5),
     "D 128": (spec((1200, 300), (4, 2), (128, 128), BF16, batch=1), 4),
     "D 128 cap": (spec((1200, 300), (4, 2), (104, 128), BF16, batch=1, softcap=4.0), 5),
+    "D 192, Dv 128": (spec((600, 150), (4, 2), (192, 128), BF16, batch=1), 5),
+    "D 192": (spec((600, 150), (4, 4), (168, 192), HALF, batch=1), 5),
+    "D 256": (spec((600, 150), (4, 2), (256, 256), BF16, batch=1), 4),
 }
 
 
@@ -171,10 +177,12 @@ def test_pieces_of_tiles_are_added_up(name, monkeypatch):
     q, k, v, *_ = make_inputs(case)
     pieces = torch.randn(sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim)
     dq = torch.empty_like(q)
-    dq.view(-1).view(torch.float32)[: pieces.numel()] = pieces.flatten()
+    held = pieces.flatten() if tiles.wide else dq.view(-1).view(torch.float32)
+    held[: pieces.numel()] = pieces.flatten()
     found = torch.zeros_like(k).transpose(1, 2).contiguous().transpose(1, 2), torch.zeros_like(v)
     expected = torch.zeros_like(k), torch.zeros_like(v)
-    backward_launch.ADD.prepare(case, (dq, *found))(0, dq, *found)
+    held = held if tiles.wide else dq
+    backward_launch.ADD.prepare(case, (held, *found))(0, held, *found)
     add_pieces(pieces, tiles, backward_launch.shared_tiles(case, tiles, of), *expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -23,6 +23,7 @@ from .backward_problem import (
     HEAD_K,
     KEY,
     KEYS,
+    PIECE,
     TURN,
     Problem,
     begin_scores,
@@ -32,6 +33,7 @@ from .backward_problem import (
     over_parts,
     probabilities,
     row_numbers,
+    store_piece,
     store_slot,
 )
 from .channel import anew, make_ring, ring_of
@@ -39,21 +41,32 @@ from .tile import add_product, meet, product_wait, zeros
 
 
 @gluon.jit
-def store_keys(desc, own_ring, other_ring, tile, sums, scale, entry):
+def store_keys(desc, own_ring, other_ring, tile, sums, scale, entry, pieces_ptr, first: gl.constexpr):
     """Line 18: dV or dK of a tile, by way of the slot of K or V that this warpgroup alone has read, or, if that is not
-    as wide, of the other one."""
-    batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
+    as wide, of the other one; or a piece of it."""
     if own_ring.parts == other_ring.parts and own_ring.width == other_ring.width:
-        store_slot(desc, own_ring, tile, sums, scale, batch, key, head_k)
-        own_ring.release(tile)
+        ring = own_ring
     else:
+        ring = other_ring
         meet(0, 256)
-        store_slot(desc, other_ring, tile, sums, scale, batch, key, head_k)
-        other_ring.release(tile)
+    piece = gl.load(entry + PIECE)
+    if piece > 0:
+        WIDTH: gl.constexpr = width_of_slot(own_ring) + width_of_slot(other_ring)
+        store_piece(pieces_ptr, piece - 1, sums, scale, 0, first, KEYS, WIDTH)
+    else:
+        batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
+        store_slot(desc, ring, tile, sums, scale, batch, key, head_k)
+    ring.release(tile)
+
+
+@gluon.constexpr_function
+def width_of_slot(ring):
+    """D or Dv, of all parts."""
+    return ring.buffers.shape[-1] * ring.parts
 
 
 @gluon.jit
-def value_loop(p, dv_desc, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts):
+def value_loop(p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts):
     """The first warpgroup: P and dV."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
     dv = zeros(KEYS, dv_desc.block_shape[3], v_ring.parts)
@@ -92,13 +105,13 @@ def value_loop(p, dv_desc, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts
                 dout_ring.release(position)
                 has = True
                 position += 1
-        store_keys(dv_desc, k_ring, v_ring, tile, dv, 1.0, entry)
+        store_keys(dv_desc, k_ring, v_ring, tile, dv, 1.0, entry, pieces_ptr, 0)
         tile += 1
         entry += FIELDS
 
 
 @gluon.jit
-def key_loop(p, dk_desc, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas):
+def key_loop(p, dk_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas):
     """The second warpgroup: dS and dK."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
     dk = zeros(KEYS, dk_desc.block_shape[3], k_ring.parts)
@@ -129,14 +142,14 @@ def key_loop(p, dk_desc, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas):
                 q_ring.release(position)
                 has = True
                 position += 1
-        store_keys(dk_desc, v_ring, k_ring, tile, dk, p.softmax_scale, entry)
+        store_keys(dk_desc, v_ring, k_ring, tile, dk, p.softmax_scale, entry, pieces_ptr, width_of_slot(v_ring))
         tile += 1
         entry += FIELDS
 
 
 @gluon.jit(do_not_specialize=["heads_q", "group", "row_blocks", "heads", "rounds"])
 def keys_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, schedule_ptr,
+    q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, pieces_ptr, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -155,8 +168,8 @@ def keys_kernel(
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], probs_layout), 2, 1, 1, 1)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (value_loop, (p, dv_desc, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts)),
-        (key_loop, (p, dk_desc, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas)),
+        (value_loop, (p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts)),
+        (key_loop, (p, dk_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

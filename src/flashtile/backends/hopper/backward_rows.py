@@ -67,7 +67,7 @@ def add_kernel(
     BLOCKS: tl.constexpr = KEYS * WIDTH // NUMBERS
     AT_ONCE: tl.constexpr = 8
     shared_ptr += tl.program_id(0) // BLOCKS * 5
-    batch, head, key = (tl.load(shared_ptr + i).to(tl.int64) for i in tl.static_range(3))
+    batch, head, key = tl.load(shared_ptr), tl.load(shared_ptr + 1), tl.load(shared_ptr + 2)
     first, count = tl.load(shared_ptr + 3), tl.load(shared_ptr + 4)
     at = tl.program_id(0) % BLOCKS * NUMBERS + tl.arange(0, NUMBERS)
     numbers = pieces_ptr.to(tl.pointer_type(tl.float32)) + first * (KEYS * WIDTH) + at
@@ -76,7 +76,7 @@ def add_kernel(
         piece = start + tl.arange(0, AT_ONCE)
         x = tl.load(numbers[None, :] + piece[:, None] * (KEYS * WIDTH), (piece < count)[:, None], 0.0)
         total += tl.sum(x, 0)
-    row, column = key + at // WIDTH, at % WIDTH
+    batch, head, row, column = batch.to(tl.int64), head.to(tl.int64), key.to(tl.int64) + at // WIDTH, at % WIDTH
     here = row < seqlen_k
     of_dv = dv_ptr + batch * stride_vb + row * stride_vs + head * stride_vh + column
     tl.store(of_dv, total.to(dv_ptr.dtype.element_ty), here & (column < DV))

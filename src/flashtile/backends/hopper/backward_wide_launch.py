@@ -9,7 +9,7 @@ from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from . import config, ptxas
 from .backward_keys import keys_kernel
-from .backward_launch import boxes, describe_rows, ordered, row_blocks, scalars, table
+from .backward_launch import ADD, boxes, describe_rows, ordered, piece_bytes, row_blocks, scalars, table
 from .backward_queries import queries_kernel
 from .launch import LOG2E, OPTIONS, Box, describe, entries, programs_on
 from .schedule import schedule
@@ -56,39 +56,44 @@ def prepare_queries(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
 
 
 def prepare_keys(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
-    """`keys_kernel`: from q, dout, k, v to dk, dv; it reads rows."""
-    *matrices, rows = tensors
+    """`keys_kernel`: from q, dout, k, v to dk, dv, and pieces of them; it reads rows."""
+    *matrices, rows, pieces = tensors
     tiles = config.choose_backward(spec)
     tiles_of = table(spec, tiles, ordered(spec, tiles, programs_on(rows.device))).to(rows.device)
-    described = (*map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles))
+    described = (*map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), pieces)
     arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
     with ptxas.earlier_ptxas(OPTIONS, False) as options:
         return prepared(keys_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
 class WideBackwardPass(Launcher):
-    """Both, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up."""
+    """All, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         tiles = config.choose_backward(spec)
-        n_numbers = 2 * spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
+        n_pieces = sum(map(len, ordered(spec, tiles, programs_on(q.device)).pieces))
+        sizes = (
+            2 * spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m, n_pieces * piece_bytes(tiles) // 4
+        )  # fmt: skip
 
-        def scratch() -> Tensor:
-            """rows, see backward_rows.py."""
-            return torch.empty_strided((n_numbers,), (1,), dtype=torch.float32, device=q.device)
+        def scratch() -> list[Tensor]:
+            """rows and pieces, see backward_rows.py."""
+            return [torch.empty_strided((n,), (1,), dtype=torch.float32, device=q.device) for n in sizes]
 
-        rows = scratch()
+        rows, pieces = scratch()
         of_queries = prepare_queries(spec, (q, dout, k, v, dq, out, dout, lse, dlse, rows))
-        of_keys = prepare_keys(spec, (q, dout, k, v, dk, dv, rows))
+        of_keys = prepare_keys(spec, (q, dout, k, v, dk, dv, rows, pieces))
+        add = ADD.prepare(spec, (pieces, dk, dv))
 
         def launch(
             stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
-            rows = scratch()
+            rows, pieces = scratch()
             of_queries(stream, q, dout, k, v, dq, out, dout, lse, dlse, rows)
-            of_keys(stream, q, dout, k, v, dk, dv, rows)
+            of_keys(stream, q, dout, k, v, dk, dv, rows, pieces)
+            add(stream, pieces, dk, dv)
 
         return launch
 
