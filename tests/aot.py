@@ -144,6 +144,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         of_queries = backward_wide_launch.query_scalars(spec, queries, 100, dout, None)
         element = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[spec.dtype]
         numbers = {"out_ptr": element, "dout_ptr": element, "lse_ptr": "*fp32", "dlse_ptr": None, "rows_ptr": "*fp32"}
+        numbers["pieces_ptr"] = "*fp32"
         query_boxes = backward_wide_launch.query_boxes(queries)
         return [
             _compile_gluon(keys_kernel, spec, boxes, others | {"pieces_ptr": "*fp32"}, "*i32", scalars, False),

@@ -76,8 +76,8 @@ def test_every_tile_of_the_backward_pass_is_scheduled_once(seqlen_q, seqlen_k, l
 def test_programs_share_out_the_last_round_of_tiles(seqlen_q, seqlen_k, batch, heads, tile_m, most):
     case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch)
     lists = backward_schedule(case, 128, tile_m, PROGRAMS)
-    tiles, pieces = with_pieces(case, lists, tile_m, PROGRAMS, most)
     blocks = -(-seqlen_q // tile_m)
+    tiles, pieces = with_pieces(case, lists, blocks, case.group, PROGRAMS, most)
     done = sorted((tile, 0, blocks) for program in tiles for tile in program)
     in_line = [piece for program in pieces for piece in program]
     assert len(in_line) <= most

@@ -73,16 +73,19 @@ def backward_on_cpu(
         of_sums[2:] = gluon_on_cpu.Pointer(added), gluon_on_cpu.Pointer(of.ranks.flatten())
     arguments = (*descriptors, of_rows, *of_sums, gluon_on_cpu.Pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(kernel, len(table), arguments, together=case.deterministic)
-    add_pieces(pieces, tiles, backward_launch.shared_tiles(case, tiles, of), dk, dv)
+    add_pieces(
+        case, pieces, tiles.head_dim_v, backward_launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv
+    )
     return in_order(sums, case, tiles, blocks), dk, dv
 
 
-def add_pieces(pieces, tiles, shared, dk, dv):
+def add_pieces(case, pieces, dim_v, shared, dx, dv=None):
     """What `add_kernel` does."""
-    for batch, head, key, first, count in shared.tolist():
-        x = pieces[first : first + count].sum(0)[: dk.shape[1] - key]
-        dv[batch, key : key + len(x), head] = x[:, : dv.shape[3]].to(dv.dtype)
-        dk[batch, key : key + len(x), head] = x[:, tiles.head_dim_v :][:, : dk.shape[3]].to(dk.dtype)
+    for batch, head, row, first, count in shared.tolist():
+        x = pieces[first : first + count].sum(0)[: dx.shape[1] - row]
+        if dv is not None:
+            dv[batch, row : row + len(x), head] = x[:, : dv.shape[3]].to(dv.dtype)
+        dx[batch, row : row + len(x), head] = (x[:, dim_v:][:, : dx.shape[3]] * case.softmax_scale).to(dx.dtype)
 
 
 def described(matrices, boxes):
@@ -98,12 +101,22 @@ def wide_backward_on_cpu(case, tiles, inputs, given, programs):
     rows = torch.full_like(expected_rows, float("nan"))
     of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
     queries = config.choose_queries(case)
-    table = backward_wide_launch.query_table(case, queries, programs)
+    of = backward_wide_launch.query_order(case, queries, programs)
+    pieces = torch.full((sum(map(len, of.pieces)), queries.rows, queries.head_dim), float("nan"))
+    table = backward_wide_launch.query_table(of)
     scalars = backward_wide_launch.query_scalars(case, queries, table.shape[1], dout, dlse)
     numbers = (pointer(x.flatten()) for x in (out, dout, lse, dlse))
     of_queries = described((q, dout, k, v, dq), backward_wide_launch.query_boxes(queries))
-    arguments = (*of_queries, *numbers, pointer(of_rows.tensor), pointer(table.flatten()), *scalars)
+    arguments = (
+        *of_queries,
+        *numbers,
+        pointer(of_rows.tensor),
+        pointer(pieces.view(-1)),
+        pointer(table.flatten()),
+        *scalars,
+    )
     gluon_on_cpu.run(gluon_on_cpu.load("backward_queries").queries_kernel, len(table), arguments)
+    add_pieces(case, pieces, 0, backward_launch.shared_tiles(case.heads_q, queries.rows, of.pieces), dq)
     torch.testing.assert_close(rows, expected_rows, atol=1e-4, rtol=1e-4)
     of_keys = described((q, dout, k, v, dk, dv), backward_launch.boxes(tiles))
     of = backward_launch.ordered(case, tiles, programs)
@@ -112,7 +125,9 @@ def wide_backward_on_cpu(case, tiles, inputs, given, programs):
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
     arguments = (*of_keys, of_rows, pointer(pieces.view(-1)), pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(gluon_on_cpu.load("backward_keys").keys_kernel, len(table), arguments)
-    add_pieces(pieces, tiles, backward_launch.shared_tiles(case, tiles, of), dk, dv)
+    add_pieces(
+        case, pieces, tiles.head_dim_v, backward_launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv
+    )
     return dq, dk, dv
 
 
@@ -183,7 +198,9 @@ def test_pieces_of_tiles_are_added_up(name, monkeypatch):
     expected = torch.zeros_like(k), torch.zeros_like(v)
     held = held if tiles.wide else dq
     backward_launch.ADD.prepare(case, (held, *found))(0, held, *found)
-    add_pieces(pieces, tiles, backward_launch.shared_tiles(case, tiles, of), *expected)
+    add_pieces(
+        case, pieces, tiles.head_dim_v, backward_launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), *expected
+    )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 

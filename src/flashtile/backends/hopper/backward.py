@@ -213,9 +213,9 @@ def compute_loop(
         # line 18
         piece = gl.load(entry + PIECE)
         if piece > 0:
-            store_piece(pieces_ptr, piece - 1, dv, 1.0, warpgroup * KEYS, 0, WARPGROUPS * KEYS, 2 * DIM)
+            store_piece(pieces_ptr, piece - 1, dv, warpgroup * KEYS, 0, WARPGROUPS * KEYS, 2 * DIM)
             store_piece(
-                pieces_ptr, piece - 1, dk, p.softmax_scale, warpgroup * KEYS, DIM, WARPGROUPS * KEYS, 2 * DIM
+                pieces_ptr, piece - 1, dk, warpgroup * KEYS, DIM, WARPGROUPS * KEYS, 2 * DIM
             )  # fmt: skip
         else:  # by way of the buffer of dQ
             dq_ring.await_empty(position - 1)

@@ -52,7 +52,7 @@ def store_keys(desc, own_ring, other_ring, tile, sums, scale, entry, pieces_ptr,
     piece = gl.load(entry + PIECE)
     if piece > 0:
         WIDTH: gl.constexpr = width_of_slot(own_ring) + width_of_slot(other_ring)
-        store_piece(pieces_ptr, piece - 1, sums, scale, 0, first, KEYS, WIDTH)
+        store_piece(pieces_ptr, piece - 1, sums, 0, first, KEYS, WIDTH)
     else:
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_slot(desc, ring, tile, sums, scale, batch, key, head_k)

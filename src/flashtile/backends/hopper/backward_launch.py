@@ -21,7 +21,7 @@ from .backward_rows import add_kernel, begin_kernel, finish_kernel
 from .backward_sums import SUMS_WIDTH
 from .launch import LOG2E, OPTIONS, Box, describe, programs_on
 from .order import Order, order
-from .schedule import backward_schedule, tile_fields, turn_of, with_pieces
+from .schedule import Piece, backward_schedule, tile_fields, turn_of, with_pieces
 
 ADDED_NUMBERS = 1024  # of a tile in pieces, by a program that adds them up
 
@@ -68,7 +68,9 @@ def in_any_order(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int
     turns = [turn_of(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(-(-spec.seqlen_k // tiles.keys))]
     lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
     dq_bytes = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim * spec.dtype.itemsize
-    lists, pieces = with_pieces(spec, lists, tiles.tile_m, programs, dq_bytes // piece_bytes(tiles))
+    lists, pieces = with_pieces(
+        spec, lists, row_blocks(spec, tiles), spec.group, programs, dq_bytes // piece_bytes(tiles)
+    )  # fmt: skip
     return Order(lists, turns, None, pieces)
 
 
@@ -97,14 +99,28 @@ def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor
     return found
 
 
-def shared_tiles(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor:
-    """(tiles, 5) int32: batch, key head, first key, first piece and how many pieces, of every tile in pieces."""
-    tile_of = [piece.tile for pieces_of in of.pieces for piece in pieces_of]
-    rows = [
-        [*divmod(head, spec.heads_k), block * tiles.keys, tile_of.index((head, block)), tile_of.count((head, block))]
+def shared_tiles(heads: int, rows: int, pieces: list[list[Piece]]) -> Tensor:
+    """(tiles, 5) int32: batch, head, first row, first piece and how many pieces, of every tile of `rows` in pieces."""
+    tile_of = [piece.tile for pieces_of in pieces for piece in pieces_of]
+    found = [
+        [*divmod(head, heads), block * rows, tile_of.index((head, block)), tile_of.count((head, block))]
         for head, block in dict.fromkeys(tile_of)
     ]
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 5)
+    return torch.tensor(found, dtype=torch.int32).view(-1, 5)
+
+
+def prepare_sums(
+    spec: AttentionSpec, pieces: Tensor, dx: Tensor, dv: Tensor | None, shared: Tensor, rows: int, dims: tuple[int, int]
+) -> StreamLaunch:
+    """`add_kernel`: from pieces to dx, which is dK or dQ, and dv, of tiles of `rows` that are so wide; nothing where
+    none has pieces."""
+    strides_v, dim_v = ((0, 0, 0), 0) if dv is None else (dv.stride()[:3], dv.shape[3])
+    arguments = (
+        pieces, dx, dv, shared.to(dx.device), *dx.stride()[:3], *strides_v, dx.shape[1], spec.softmax_scale,
+        dx.shape[3], dim_v,         *dims, rows, ADDED_NUMBERS,
+    )  # fmt: skip
+    grid = len(shared) * (rows * sum(dims) // ADDED_NUMBERS)
+    return prepared(add_kernel, dx.device, grid, arguments, 3, OPTIONS)
 
 
 def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tuple:
@@ -188,18 +204,13 @@ def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tenso
 
 
 class PiecesKernel:
-    """`add_kernel`: from pieces to dk and dv of the tiles that have them; nothing where none has."""
+    """`add_kernel`: from pieces to dk and dv."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
-        _, dk, dv = tensors
         tiles = config.choose_backward(spec)
-        shared = shared_tiles(spec, tiles, in_any_order(spec, tiles, programs_on(dk.device)))
-        arguments = (
-            *tensors, shared.to(dk.device), *dk.stride()[:3], *dv.stride()[:3], spec.seqlen_k,
-            spec.head_dim, spec.head_dim_v, tiles.head_dim, tiles.head_dim_v, tiles.keys, ADDED_NUMBERS,
-        )  # fmt: skip
-        grid = len(shared) * (piece_bytes(tiles) // (4 * ADDED_NUMBERS))
-        return prepared(add_kernel, dk.device, grid, arguments, len(tensors), OPTIONS)
+        of = in_any_order(spec, tiles, programs_on(tensors[1].device))
+        shared = shared_tiles(spec.heads_k, tiles.keys, of.pieces)
+        return prepare_sums(spec, *tensors, shared, tiles.keys, (tiles.head_dim, tiles.head_dim_v))
 
 
 BEGIN = RowsKernel(begin_kernel, begin_arguments)

@@ -172,12 +172,12 @@ def store_slot(desc, ring, position, sums, scale, batch, row, head):
 
 
 @gluon.jit
-def store_piece(pieces_ptr, piece, sums, scale, row, first: gl.constexpr, rows: gl.constexpr, WIDTH: gl.constexpr):
-    """dK or dV of some keys of a tile, by a piece of its queries, in columns `first` ... of (pieces, rows, WIDTH)
-    float32: `add_kernel` adds up the pieces of a tile."""
+def store_piece(pieces_ptr, piece, sums, row, first: gl.constexpr, rows: gl.constexpr, WIDTH: gl.constexpr):
+    """The sums of some rows of a tile by a piece of it, in columns `first` ... of (pieces, rows, WIDTH) float32:
+    `add_kernel` adds up the pieces of a tile. Not scaled: that would be done ahead, for both ways out, and spill."""
     numbers = pieces_ptr.to(gl.pointer_type(gl.float32))
     for part in gl.static_range(len(sums)):
-        store_matrix(numbers, sums[part] * scale, piece * rows + row, first + part * sums[0].shape[1], WIDTH)
+        store_matrix(numbers, sums[part], piece * rows + row, first + part * sums[0].shape[1], WIDTH)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from .backward_problem import WARPGROUPS, store_slot
+from .backward_problem import WARPGROUPS, store_piece, store_slot
 from .channel import add_rings, anew, load_slot, make_ring
 from .forward import load_q, sit_out
 from .forward_problem import Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
@@ -34,6 +34,20 @@ from .tile import (
     unpack,
 )
 
+PIECE_BITS = gl.constexpr(21)  # of each of three numbers
+
+
+@gluon.jit
+def piece_of(p, entries, t, first, end):
+    """(0 or, of a piece of a tile, 1 + which of all pieces; its first block and its end, or those of the tile)."""
+    numbers = gl.load(entries + (p.rounds // 2 + t))
+    piece = (numbers >> 2 * PIECE_BITS).to(gl.int32)
+    MASK: gl.constexpr = (1 << PIECE_BITS) - 1
+    if piece > 0:
+        first = (numbers >> PIECE_BITS & MASK).to(gl.int32)
+        end = (numbers & MASK).to(gl.int32)
+    return piece, first, end
+
 
 @gluon.jit
 def load_loop(p, q_desc, dout_desc, k_desc, v_desc, q_rings, dout_rings, k_ring, v_ring):
@@ -47,6 +61,7 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, q_rings, dout_rings, k_ring,
         batch, head, m_block, first, last, middle, end, _, from_first = tile_to_load(
             p, gl.load(entries + t), m_block_before, from_first
         )
+        _, first, end = piece_of(p, entries, t, first, end)
         m_block_before = m_block
         head_k = head // p.group
         for i in range(end - first):
@@ -182,7 +197,8 @@ def step(
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, TURNS: gl.constexpr, p, dq_desc, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, strides,
+    warpgroup: gl.constexpr, TURNS: gl.constexpr, p, dq_desc, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr,
+    pieces_ptr, strides,
     q_ring, dout_ring, k_ring, v_ring, softmax_scale, padded, n_rows, DV: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: TILE_M rows of every tile."""
@@ -206,6 +222,8 @@ def compute_loop(
     for t in range(n_tiles):
         batch, head, m_block = p.place(gl.load(entries + t))
         first, full_first, full_end, end, _ = p.key_blocks(m_block)
+        piece, first, end = piece_of(p, entries, t, first, end)
+        full_first = gl.minimum(gl.maximum(full_first, first), end)
         unseen = 0  # or 1: the block at the end, which only the other warpgroup sees
         if p.OWN_BLOCKS:
             full_end, unseen = p.own_blocks(m_block, warpgroup, first, full_first, full_end, end)
@@ -256,7 +274,10 @@ def compute_loop(
         dq = add_product(dq, unpack(ds, DTYPE, p_layout), k_ring, position - 1, True)
         dq = product_wait(dq)
         k_ring.release(position - 1)
-        store_slot(dq_desc, out_ring, q_position, dq, softmax_scale, batch, row, head)
+        if piece > 0:
+            store_piece(pieces_ptr, piece - 1, dq, warpgroup * p.TILE_M, 0, p.WARPGROUPS * p.TILE_M, DIM)
+        else:
+            store_slot(dq_desc, out_ring, q_position, dq, softmax_scale, batch, row, head)
         out_ring.release(q_position)
         q_position += 1
     if TURNS:
@@ -271,8 +292,8 @@ def compute_loop(
     ]
 )  # fmt: skip
 def queries_kernel(
-    q_desc, dout_desc, k_desc, v_desc, dq_desc, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, schedule_ptr,
-    stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_ls,
+    q_desc, dout_desc, k_desc, v_desc, dq_desc, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, pieces_ptr,
+    schedule_ptr, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_ls,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, padded, n_rows,
     unit, natural, cap_in, softmax_scale,
     DV: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
@@ -289,10 +310,10 @@ def queries_kernel(
     v_ring = make_ring(v_desc, VALUE_STAGES, PARTS_V, WARPGROUPS)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (compute_loop, (0, TURNS, p, dq_desc, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr,
+        (compute_loop, (0, TURNS, p, dq_desc, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, pieces_ptr,
                         (stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_ls),
                         q_rings[0], dout_rings[0], k_ring, v_ring, softmax_scale, padded, n_rows, DV)),
-        (compute_loop, (1, TURNS, p, dq_desc, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr,
+        (compute_loop, (1, TURNS, p, dq_desc, out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, pieces_ptr,
                         (stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_ls),
                         q_rings[1], dout_rings[1], k_ring, v_ring, softmax_scale, padded, n_rows, DV)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, q_rings, dout_rings, k_ring, v_ring)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,21 @@ from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from . import config, ptxas
 from .backward_keys import keys_kernel
-from .backward_launch import ADD, boxes, describe_rows, ordered, piece_bytes, row_blocks, scalars, table
-from .backward_queries import queries_kernel
+from .backward_launch import (
+    ADD,
+    boxes,
+    describe_rows,
+    ordered,
+    piece_bytes,
+    prepare_sums,
+    row_blocks,
+    scalars,
+    shared_tiles,
+    table,
+)
+from .backward_queries import PIECE_BITS, queries_kernel
 from .launch import LOG2E, OPTIONS, Box, describe, entries, programs_on
-from .schedule import schedule
+from .schedule import Piece, Tile, schedule, with_pieces
 
 
 def query_boxes(tiles: config.QueryTiles) -> tuple[Box, ...]:
@@ -22,9 +35,39 @@ def query_boxes(tiles: config.QueryTiles) -> tuple[Box, ...]:
     return q, dout, (tiles.tile_n, 1, width), (tiles.tile_n, 1, width_v), q
 
 
-def query_table(spec: AttentionSpec, tiles: config.QueryTiles, programs: int) -> Tensor:
-    """(programs, rounds) int64, see `entries`."""
-    return entries(schedule(spec, tiles.rows, tiles.warpgroups, tiles.tile_n, programs))
+class QueryOrder(NamedTuple):
+    """The tiles of every program, and what the first programs have of tiles that they share."""
+
+    lists: list[list[Tile]]
+    pieces: list[list[Piece]]
+
+
+def query_order(spec: AttentionSpec, tiles: config.QueryTiles, programs: int) -> QueryOrder:
+    """Tiles of queries, and pieces of them, no more than the memory of dQ would hold in the dtype of q."""
+    lists = schedule(spec, tiles.rows, tiles.warpgroups, tiles.tile_n, programs)
+    dq_bytes = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim * spec.dtype.itemsize
+    most = dq_bytes // query_piece_bytes(tiles)
+    return QueryOrder(*with_pieces(spec, lists, -(-spec.seqlen_k // tiles.tile_n), 1, programs, most))
+
+
+def query_piece_bytes(tiles: config.QueryTiles) -> int:
+    """dQ of a tile in float32."""
+    return 4 * tiles.rows * tiles.head_dim
+
+
+def query_table(of: QueryOrder) -> Tensor:
+    """(programs, 2 * rounds) int64: what `entries` has of a program, then for each tile 0 or, of a piece, as
+    `piece_of` reads it."""
+    pieces = of.pieces + [[]] * (len(of.lists) - len(of.pieces))
+    both = list(zip(of.lists, pieces, strict=True))
+    first = entries([[*tiles_of, *(piece.tile for piece in pieces_of)] for tiles_of, pieces_of in both])
+    second = torch.zeros_like(first)
+    n_pieces = 0
+    for program, (tiles_of, pieces_of) in enumerate(both):
+        for i, piece in enumerate(pieces_of, 1 + len(tiles_of)):
+            n_pieces += 1
+            second[program, i] = (n_pieces << PIECE_BITS.value | piece.first) << PIECE_BITS.value | piece.end
+    return torch.cat([first, second], 1)
 
 
 def query_scalars(
@@ -45,10 +88,10 @@ def query_scalars(
 
 
 def prepare_queries(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
-    """`queries_kernel`: from q, dout, k, v to dq, and from out, dout, lse and dlse to rows."""
-    matrices, (_, dout, _, dlse, rows) = tensors[:5], tensors[5:]
+    """`queries_kernel`: from q, dout, k, v to dq, and pieces of it, and from out, dout, lse and dlse to rows."""
+    matrices, (_, dout, _, dlse, rows, _) = tensors[:5], tensors[5:]
     tiles = config.choose_queries(spec)
-    tiles_of = query_table(spec, tiles, programs_on(rows.device)).to(rows.device)
+    tiles_of = query_table(query_order(spec, tiles, programs_on(rows.device))).to(rows.device)
     described = map(describe, matrices, query_boxes(tiles))
     arguments = (*described, *tensors[5:], tiles_of, *query_scalars(spec, tiles, tiles_of.shape[1], dout, dlse))
     with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
@@ -72,17 +115,22 @@ class WideBackwardPass(Launcher):
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         tiles = config.choose_backward(spec)
-        n_pieces = sum(map(len, ordered(spec, tiles, programs_on(q.device)).pieces))
-        sizes = (
-            2 * spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m, n_pieces * piece_bytes(tiles) // 4
+        queries, programs = config.choose_queries(spec), programs_on(q.device)
+        of_dq = query_order(spec, queries, programs).pieces
+        of_dk = ordered(spec, tiles, programs).pieces
+        in_pieces = max(
+            sum(map(len, of_dq)) * query_piece_bytes(queries), sum(map(len, of_dk)) * piece_bytes(tiles)
         )  # fmt: skip
+        sizes = 2 * spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m, in_pieces // 4
 
         def scratch() -> list[Tensor]:
             """rows and pieces, see backward_rows.py."""
             return [torch.empty_strided((n,), (1,), dtype=torch.float32, device=q.device) for n in sizes]
 
         rows, pieces = scratch()
-        of_queries = prepare_queries(spec, (q, dout, k, v, dq, out, dout, lse, dlse, rows))
+        of_queries = prepare_queries(spec, (q, dout, k, v, dq, out, dout, lse, dlse, rows, pieces))
+        shared = shared_tiles(spec.heads_q, queries.rows, of_dq)
+        add_dq = prepare_sums(spec, pieces, dq, None, shared, queries.rows, (queries.head_dim, 0))
         of_keys = prepare_keys(spec, (q, dout, k, v, dk, dv, rows, pieces))
         add = ADD.prepare(spec, (pieces, dk, dv))
 
@@ -91,7 +139,8 @@ class WideBackwardPass(Launcher):
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
             rows, pieces = scratch()
-            of_queries(stream, q, dout, k, v, dq, out, dout, lse, dlse, rows)
+            of_queries(stream, q, dout, k, v, dq, out, dout, lse, dlse, rows, pieces)
+            add_dq(stream, pieces, dq, None)
             of_keys(stream, q, dout, k, v, dk, dv, rows, pieces)
             add(stream, pieces, dk, dv)
 

@@ -38,7 +38,8 @@ Tile = tuple[int, int]
 
 
 class Piece(NamedTuple):
-    """Query blocks of a tile of the backward pass, what one program has of a tile that several share."""
+    """Some blocks of a tile of the backward pass, what one program has of a tile that several share: of queries, of a
+    tile of keys, or the other way round."""
 
     tile: Tile
     first: int
@@ -140,27 +141,28 @@ def backward_schedule(spec: AttentionSpec, keys: int, tile_m: int, programs: int
 
 
 def with_pieces(
-    spec: AttentionSpec, lists: list[list[Tile]], tile_m: int, programs: int, most: int
+    spec: AttentionSpec, lists: list[list[Tile]], blocks: int, steps: int, programs: int, most: int
 ) -> tuple[list[list[Tile]], list[list[Piece]]]:
-    """(tiles, pieces) of every program. Without a mask all tiles are alike: where the last round of tiles would leave
-    programs without one, and that is worth it, all share it out, an equal part of a line of its query blocks for each:
-    the end of one tile and the beginning of another at most. In all at most so many pieces."""
+    """(tiles, pieces) of every program, of tiles of `blocks` blocks of so many steps each, without a mask. Where the
+    last round of tiles would leave programs without one, and that is worth it, all share it out, an equal part of a
+    line of its blocks for each: the end of one tile and the beginning of another at most. In all at most `most` pieces.
+    """
     if spec.window_left >= 0 or spec.window_right >= 0:
         return lists, []
-    rounds = len(lists[-1]) if len(lists) == programs else 0
-    last = [tiles[rounds] for tiles in lists if len(tiles) > rounds]
-    blocks = -(-spec.seqlen_q // tile_m)
+    rounds = min(map(len, lists)) if len(lists) == programs else 0
+    last = [tile for tiles in lists for tile in tiles[rounds:]]
     fewest = max(
         most - len(last), 1
     )  # programs, as a tile may be the end of one's share and the beginning of another's
-    share = max(-(-len(last) * blocks // min(programs, fewest)), -(-PIECE_STEPS // spec.group))
-    if not last or (blocks - share) * spec.group <= PIECES_COST:
+    share = max(-(-len(last) * blocks // min(programs, fewest)), -(-PIECE_STEPS // steps))
+    longest = max(len(tiles) - rounds for tiles in lists) * blocks
+    if not last or (longest - share) * steps <= PIECES_COST:
         return lists, []
     pieces = [
         [
             Piece(last[at // blocks], at % blocks, min(at % blocks + end - at, blocks))
-            for at in (start, start // blocks * blocks + blocks)
-            if at < end
+            for at in range(start, end)
+            if at == start or at % blocks == 0
         ]
         for start, end in ((i, min(i + share, len(last) * blocks)) for i in range(0, len(last) * blocks, share))
     ]
