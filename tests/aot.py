@@ -122,7 +122,8 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     tiles = config.choose(spec)
     scalars = launch.scalars(spec, tiles, rounds=100)
     return _compile_gluon(
-        kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32"}, "*i64", scalars,
+        kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32", "pieces_ptr": "*fp32"}, "*i64",
+        scalars,
         tiles.earlier_ptxas,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from cases import BF16, HALF, spec, takes
 
 from flashtile.backends import hopper, reference
-from flashtile.backends.hopper import backward_launch, backward_wide_launch, config, schedule
+from flashtile.backends.hopper import backward_launch, backward_wide_launch, config, launch, schedule
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -73,9 +73,7 @@ def backward_on_cpu(
         of_sums[2:] = gluon_on_cpu.Pointer(added), gluon_on_cpu.Pointer(of.ranks.flatten())
     arguments = (*descriptors, of_rows, *of_sums, gluon_on_cpu.Pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(kernel, len(table), arguments, together=case.deterministic)
-    add_pieces(
-        case, pieces, tiles.head_dim_v, backward_launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv
-    )
+    add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv)
     return in_order(sums, case, tiles, blocks), dk, dv
 
 
@@ -101,9 +99,9 @@ def wide_backward_on_cpu(case, tiles, inputs, given, programs):
     rows = torch.full_like(expected_rows, float("nan"))
     of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
     queries = config.choose_queries(case)
-    of = backward_wide_launch.query_order(case, queries, programs)
+    of = backward_wide_launch.query_shares(case, queries, programs)
     pieces = torch.full((sum(map(len, of.pieces)), queries.rows, queries.head_dim), float("nan"))
-    table = backward_wide_launch.query_table(of)
+    table = launch.entries(of)
     scalars = backward_wide_launch.query_scalars(case, queries, table.shape[1], dout, dlse)
     numbers = (pointer(x.flatten()) for x in (out, dout, lse, dlse))
     of_queries = described((q, dout, k, v, dq), backward_wide_launch.query_boxes(queries))
@@ -116,7 +114,7 @@ def wide_backward_on_cpu(case, tiles, inputs, given, programs):
         *scalars,
     )
     gluon_on_cpu.run(gluon_on_cpu.load("backward_queries").queries_kernel, len(table), arguments)
-    add_pieces(case, pieces, 0, backward_launch.shared_tiles(case.heads_q, queries.rows, of.pieces), dq)
+    add_pieces(case, pieces, 0, launch.shared_tiles(case.heads_q, queries.rows, of.pieces), dq)
     torch.testing.assert_close(rows, expected_rows, atol=1e-4, rtol=1e-4)
     of_keys = described((q, dout, k, v, dk, dv), backward_launch.boxes(tiles))
     of = backward_launch.ordered(case, tiles, programs)
@@ -125,9 +123,7 @@ def wide_backward_on_cpu(case, tiles, inputs, given, programs):
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
     arguments = (*of_keys, of_rows, pointer(pieces.view(-1)), pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(gluon_on_cpu.load("backward_keys").keys_kernel, len(table), arguments)
-    add_pieces(
-        case, pieces, tiles.head_dim_v, backward_launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv
-    )
+    add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv)
     return dq, dk, dv
 
 
@@ -198,9 +194,7 @@ def test_pieces_of_tiles_are_added_up(name, monkeypatch):
     expected = torch.zeros_like(k), torch.zeros_like(v)
     held = held if tiles.wide else dq
     backward_launch.ADD.prepare(case, (held, *found))(0, held, *found)
-    add_pieces(
-        case, pieces, tiles.head_dim_v, backward_launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), *expected
-    )
+    add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), *expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 

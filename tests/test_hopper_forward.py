@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import BF16, HALF, spec
 
-from flashtile.backends.hopper import config, launch
+from flashtile.backends.hopper import config, launch, schedule
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -44,12 +44,30 @@ def forward_on_cpu(case: AttentionSpec, tiles: config.Tiles, inputs: Inputs, pro
     descriptors = [
         gluon_on_cpu.Descriptor(x, [1, *box]) for x, box in zip((q, k, v, out), launch.boxes(case, tiles), strict=True)
     ]
-    table = launch.table(case, tiles, programs)
-    pointers = gluon_on_cpu.Pointer(lse.view(-1)), gluon_on_cpu.Pointer(table.flatten())
+    of = launch.shares(case, tiles, programs)
+    table = launch.entries(of)
+    pieces = torch.full((sum(map(len, of.pieces)), tiles.rows * (tiles.head_dim_v + 1)), float("nan"))
+    pointers = (gluon_on_cpu.Pointer(x) for x in (lse.view(-1), pieces.view(-1), table.flatten()))
     kernel = gluon_on_cpu.load("forward").forward_kernel
     scalars = launch.scalars(case, tiles, rounds=table.shape[1])
     gluon_on_cpu.run(kernel, len(table), (*descriptors, *pointers, *scalars))
+    merge_pieces(case, tiles, of, pieces, out, lse)
     return Result(out, lse)
+
+
+def merge_pieces(case, tiles, of, pieces, out, lse):
+    """What `merge_kernel` does."""
+    pack = config.heads_per_tile(case, tiles)
+    for batch, head, query, first, count in launch.shared_tiles(
+        case.heads_q // pack, tiles.rows // pack, of.pieces
+    ).tolist():
+        outs, lses = pieces[first : first + count].split([tiles.rows * tiles.head_dim_v, tiles.rows], 1)
+        weights = lses.softmax(0)[:, :, None]
+        merged = (weights * outs.view(count, tiles.rows, -1)).sum(0)
+        for row in range(tiles.rows):
+            if (at := query + row // pack) < case.seqlen_q:
+                lse[batch, head * pack + row % pack, at] = lses[:, row].logsumexp(0)
+                out[batch, at, head * pack + row % pack] = merged[row, : case.head_dim_v].to(out.dtype)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,6 +76,32 @@ def test_out_and_lse_are_right_whatever_comes_first(name, programs):
     case = CASES[name]
     inputs = make_inputs(case)
     result = forward_on_cpu(case, config.choose(case), inputs, programs)
+    assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
+
+
+SHARED = {
+    "D 64": (spec((200, 900), (4, 2), (64, 56), BF16, batch=2), 5),
+    "three warpgroups, keys past the last whole block": (spec((1100, 900), (1, 1), (64, 64), BF16, batch=1), 4),
+    "fewer tiles than programs": (spec((100, 1100), (8, 1), (64, 64), HALF, batch=1), 11),
+    "packed": (spec((7, 1500), (8, 2), (64, 64), BF16, batch=1), 5),
+    "D 96": (spec((200, 700), (3, 3), (96, 80), HALF, batch=1), 4),
+    "D 128": (spec((200, 1000), (4, 2), (128, 128), BF16, batch=1), 5),
+    "D 128 cap": (spec((300, 700), (2, 2), (104, 128), BF16, batch=1, softcap=4.0), 4),
+    "D 192, Dv 128": (spec((300, 700), (2, 2), (192, 128), BF16, batch=1), 4),
+    "D 192": (spec((300, 400), (2, 2), (192, 168), BF16, batch=1), 4),
+    "D 256": (spec((300, 400), (2, 2), (256, 256), BF16, batch=1), 4),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_out_and_lse_are_right_where_programs_share_tiles(name, monkeypatch):
+    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
+    monkeypatch.setattr(schedule, "PIECES_COST", 0)
+    case, programs = SHARED[name]
+    tiles = config.choose(case)
+    assert sum(map(len, launch.shares(case, tiles, programs).pieces)) >= 3
+    inputs = make_inputs(case)
+    result = forward_on_cpu(case, tiles, inputs, programs)
     assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
 
 

@@ -19,9 +19,9 @@ from .backward import backward_kernel
 from .backward_problem import END, FIELDS, FIRST, PIECE, TURN
 from .backward_rows import add_kernel, begin_kernel, finish_kernel
 from .backward_sums import SUMS_WIDTH
-from .launch import LOG2E, OPTIONS, Box, describe, programs_on
+from .launch import LOG2E, OPTIONS, Box, describe, programs_on, shared_tiles
 from .order import Order, order
-from .schedule import Piece, backward_schedule, tile_fields, turn_of, with_pieces
+from .schedule import backward_schedule, tile_fields, turn_of, with_pieces
 
 ADDED_NUMBERS = 1024  # of a tile in pieces, by a program that adds them up
 
@@ -97,16 +97,6 @@ def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor
         found[program, 0, 0] = len(rows)
         found[program, 1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.int32)
     return found
-
-
-def shared_tiles(heads: int, rows: int, pieces: list[list[Piece]]) -> Tensor:
-    """(tiles, 5) int32: batch, head, first row, first piece and how many pieces, of every tile of `rows` in pieces."""
-    tile_of = [piece.tile for pieces_of in pieces for piece in pieces_of]
-    found = [
-        [*divmod(head, heads), block * rows, tile_of.index((head, block)), tile_of.count((head, block))]
-        for head, block in dict.fromkeys(tile_of)
-    ]
-    return torch.tensor(found, dtype=torch.int32).view(-1, 5)
 
 
 def prepare_sums(

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import load_parts, load_slot
 from .compat import aggregate, load_async, store_async
-from .tile import columns, matrix, parts_of, tanh, width_of
+from .tile import columns, matrix, parts_of, store_matrix, tanh, width_of
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 QUERIES = gl.constexpr(64)  # of one part of a step
@@ -178,14 +178,6 @@ def store_piece(pieces_ptr, piece, sums, row, first: gl.constexpr, rows: gl.cons
     numbers = pieces_ptr.to(gl.pointer_type(gl.float32))
     for part in gl.static_range(len(sums)):
         store_matrix(numbers, sums[part], piece * rows + row, first + part * sums[0].shape[1], WIDTH)
-
-
-@gluon.jit
-def store_matrix(ptr, x, row, column, stride):
-    """x, from a row and a column of a matrix on."""
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    in_row = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    gl.store(ptr + (rows[:, None] * stride + in_row[None, :]), x)
 
 
 @gluon.jit

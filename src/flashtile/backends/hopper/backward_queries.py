@@ -34,20 +34,6 @@ from .tile import (
     unpack,
 )
 
-PIECE_BITS = gl.constexpr(21)  # of each of three numbers
-
-
-@gluon.jit
-def piece_of(p, entries, t, first, end):
-    """(0 or, of a piece of a tile, 1 + which of all pieces; its first block and its end, or those of the tile)."""
-    numbers = gl.load(entries + (p.rounds // 2 + t))
-    piece = (numbers >> 2 * PIECE_BITS).to(gl.int32)
-    MASK: gl.constexpr = (1 << PIECE_BITS) - 1
-    if piece > 0:
-        first = (numbers >> PIECE_BITS & MASK).to(gl.int32)
-        end = (numbers & MASK).to(gl.int32)
-    return piece, first, end
-
 
 @gluon.jit
 def load_loop(p, q_desc, dout_desc, k_desc, v_desc, q_rings, dout_rings, k_ring, v_ring):
@@ -59,9 +45,8 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, q_rings, dout_rings, k_ring,
     from_first = False
     for t in range(n_tiles):
         batch, head, m_block, first, last, middle, end, _, from_first = tile_to_load(
-            p, gl.load(entries + t), m_block_before, from_first
+            p, entries, t, m_block_before, from_first
         )
-        _, first, end = piece_of(p, entries, t, first, end)
         m_block_before = m_block
         head_k = head // p.group
         for i in range(end - first):
@@ -220,10 +205,9 @@ def compute_loop(
         if warpgroup == p.WARPGROUPS - 1:
             pass_turn(warpgroup, p.WARPGROUPS)
     for t in range(n_tiles):
-        batch, head, m_block = p.place(gl.load(entries + t))
-        first, full_first, full_end, end, _ = p.key_blocks(m_block)
-        piece, first, end = piece_of(p, entries, t, first, end)
-        full_first = gl.minimum(gl.maximum(full_first, first), end)
+        entry = gl.load(entries + t)
+        batch, head, m_block = p.place(entry)
+        piece, first, full_first, full_end, end, _ = p.blocks_here(entries, t, entry, m_block)
         unseen = 0  # or 1: the block at the end, which only the other warpgroup sees
         if p.OWN_BLOCKS:
             full_end, unseen = p.own_blocks(m_block, warpgroup, first, full_first, full_end, end)
@@ -274,8 +258,11 @@ def compute_loop(
         dq = add_product(dq, unpack(ds, DTYPE, p_layout), k_ring, position - 1, True)
         dq = product_wait(dq)
         k_ring.release(position - 1)
-        if piece > 0:
-            store_piece(pieces_ptr, piece - 1, dq, warpgroup * p.TILE_M, 0, p.WARPGROUPS * p.TILE_M, DIM)
+        if p.PIECES:
+            if piece > 0:
+                store_piece(pieces_ptr, piece - 1, dq, warpgroup * p.TILE_M, 0, p.WARPGROUPS * p.TILE_M, DIM)
+            else:
+                store_slot(dq_desc, out_ring, q_position, dq, softmax_scale, batch, row, head)
         else:
             store_slot(dq_desc, out_ring, q_position, dq, softmax_scale, batch, row, head)
         out_ring.release(q_position)

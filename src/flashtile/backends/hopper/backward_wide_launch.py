@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,12 +18,11 @@ from .backward_launch import (
     prepare_sums,
     row_blocks,
     scalars,
-    shared_tiles,
     table,
 )
-from .backward_queries import PIECE_BITS, queries_kernel
-from .launch import LOG2E, OPTIONS, Box, describe, entries, programs_on
-from .schedule import Piece, Tile, schedule, with_pieces
+from .backward_queries import queries_kernel
+from .launch import LOG2E, OPTIONS, Box, Shares, describe, entries, programs_on, shared_tiles
+from .schedule import schedule, with_pieces
 
 
 def query_boxes(tiles: config.QueryTiles) -> tuple[Box, ...]:
@@ -35,39 +32,17 @@ def query_boxes(tiles: config.QueryTiles) -> tuple[Box, ...]:
     return q, dout, (tiles.tile_n, 1, width), (tiles.tile_n, 1, width_v), q
 
 
-class QueryOrder(NamedTuple):
-    """The tiles of every program, and what the first programs have of tiles that they share."""
-
-    lists: list[list[Tile]]
-    pieces: list[list[Piece]]
-
-
-def query_order(spec: AttentionSpec, tiles: config.QueryTiles, programs: int) -> QueryOrder:
+def query_shares(spec: AttentionSpec, tiles: config.QueryTiles, programs: int) -> Shares:
     """Tiles of queries, and pieces of them, no more than the memory of dQ would hold in the dtype of q."""
     lists = schedule(spec, tiles.rows, tiles.warpgroups, tiles.tile_n, programs)
     dq_bytes = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim * spec.dtype.itemsize
     most = dq_bytes // query_piece_bytes(tiles)
-    return QueryOrder(*with_pieces(spec, lists, -(-spec.seqlen_k // tiles.tile_n), 1, programs, most))
+    return Shares(*with_pieces(spec, lists, -(-spec.seqlen_k // tiles.tile_n), 1, programs, most))
 
 
 def query_piece_bytes(tiles: config.QueryTiles) -> int:
     """dQ of a tile in float32."""
     return 4 * tiles.rows * tiles.head_dim
-
-
-def query_table(of: QueryOrder) -> Tensor:
-    """(programs, 2 * rounds) int64: what `entries` has of a program, then for each tile 0 or, of a piece, as
-    `piece_of` reads it."""
-    pieces = of.pieces + [[]] * (len(of.lists) - len(of.pieces))
-    both = list(zip(of.lists, pieces, strict=True))
-    first = entries([[*tiles_of, *(piece.tile for piece in pieces_of)] for tiles_of, pieces_of in both])
-    second = torch.zeros_like(first)
-    n_pieces = 0
-    for program, (tiles_of, pieces_of) in enumerate(both):
-        for i, piece in enumerate(pieces_of, 1 + len(tiles_of)):
-            n_pieces += 1
-            second[program, i] = (n_pieces << PIECE_BITS.value | piece.first) << PIECE_BITS.value | piece.end
-    return torch.cat([first, second], 1)
 
 
 def query_scalars(
@@ -91,7 +66,7 @@ def prepare_queries(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
     """`queries_kernel`: from q, dout, k, v to dq, and pieces of it, and from out, dout, lse and dlse to rows."""
     matrices, (_, dout, _, dlse, rows, _) = tensors[:5], tensors[5:]
     tiles = config.choose_queries(spec)
-    tiles_of = query_table(query_order(spec, tiles, programs_on(rows.device))).to(rows.device)
+    tiles_of = entries(query_shares(spec, tiles, programs_on(rows.device))).to(rows.device)
     described = map(describe, matrices, query_boxes(tiles))
     arguments = (*described, *tensors[5:], tiles_of, *query_scalars(spec, tiles, tiles_of.shape[1], dout, dlse))
     with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
@@ -116,7 +91,7 @@ class WideBackwardPass(Launcher):
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         tiles = config.choose_backward(spec)
         queries, programs = config.choose_queries(spec), programs_on(q.device)
-        of_dq = query_order(spec, queries, programs).pieces
+        of_dq = query_shares(spec, queries, programs).pieces
         of_dk = ordered(spec, tiles, programs).pieces
         in_pieces = max(
             sum(map(len, of_dq)) * query_piece_bytes(queries), sum(map(len, of_dk)) * piece_bytes(tiles)

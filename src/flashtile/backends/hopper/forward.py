@@ -36,6 +36,7 @@ from .tile import (
     pass_turn,
     product_wait,
     row_sums_by_lane,
+    store_matrix,
     store_rows,
     take_turn,
     tanh,
@@ -96,7 +97,7 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
     from_first = False
     for t in range(n_tiles):
         batch, head, m_block, first, last, middle, end, tail, from_first = tile_to_load(
-            p, gl.load(entries + t), m_block_before, from_first
+            p, entries, t, m_block_before, from_first
         )
         m_block_before = m_block
         end += tail
@@ -263,8 +264,39 @@ def sit_out(position, ring):
 
 
 @gluon.jit
-def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures, row_layout: gl.constexpr):
-    """Lines 12 to 15: O / l and L = m + log l of a tile, stored; rows that see no key give 0 and -inf."""
+def store_tile(p, o, lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout: gl.constexpr):
+    """Line 15: a warpgroup's rows of O, one part after the other through a buffer for one, and of L."""
+    WIDTH: gl.constexpr = out_desc.block_shape[3]
+    if o[0].shape[1] > WIDTH:
+        o = halves(o[0]) + o[1:]
+    for part in gl.static_range(len(o)):
+        store_rows(out_desc, out_buffer, o[part], batch, row, head, part * WIDTH)
+    i = gl.arange(0, p.TILE_M, row_layout)
+    rows = row + i // p.PACK
+    at = (batch * p.heads_q + head + i % p.PACK).to(gl.int64) * p.seqlen_q
+    gl.store(lse_ptr + at + rows, lse, mask=rows < p.seqlen_q)
+
+
+@gluon.jit
+def store_piece(p, warpgroup: gl.constexpr, o, lse, piece, pieces_ptr, row_layout: gl.constexpr):
+    """The same of a piece of a tile, in float32: (rows, Dv) and then (rows,) of each piece, which `merge_kernel`
+    merges."""
+    ROWS: gl.constexpr = p.WARPGROUPS * p.TILE_M
+    DIM_V: gl.constexpr = (len(o) - 1) * o[0].shape[1] + o[len(o) - 1].shape[1]
+    pieces_ptr += piece * (ROWS * (DIM_V + 1))
+    for part in gl.static_range(len(o)):
+        store_matrix(pieces_ptr, o[part], warpgroup * p.TILE_M, part * o[0].shape[1], DIM_V)
+    of_rows = pieces_ptr + (ROWS * DIM_V + warpgroup * p.TILE_M)
+    gl.store(of_rows + gl.arange(0, p.TILE_M, row_layout), lse)
+
+
+@gluon.jit
+def finish(
+    p, warpgroup: gl.constexpr, o, m, l, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr, out_buffer, failures,
+    row_layout: gl.constexpr,
+):  # fmt: skip
+    """Lines 12 to 15: O / l and L = m + log l of a tile, or of a piece of it, stored; rows that see no key give 0 and
+    -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
     if p.STEADY:
         size = gl.convert_layout(gl.sum(gl.abs(o[0]), axis=1), row_layout)  # not finite, where a number of O is not
@@ -281,33 +313,34 @@ def finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures
     log_l = gl.fma(exponent, LN2, (rest - left) * LN2)
     lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, log_l))
     o = scaled(o, inverse)
-    WIDTH: gl.constexpr = out_desc.block_shape[3]
-    if o[0].shape[1] > WIDTH:
-        o = halves(o[0]) + o[1:]
-    for part in gl.static_range(len(o)):  # one after the other, through a buffer for one
-        store_rows(out_desc, out_buffer, o[part], batch, row, head, part * WIDTH)
-    i = gl.arange(0, p.TILE_M, row_layout)
-    rows = row + i // p.PACK
-    at = (batch * p.heads_q + head + i % p.PACK).to(gl.int64) * p.seqlen_q
-    gl.store(lse_ptr + at + rows, lse, mask=rows < p.seqlen_q)
+    if p.PIECES:
+        if piece > 0:
+            store_piece(p, warpgroup, o, lse, piece - 1, pieces_ptr, row_layout)
+        else:
+            store_tile(p, o, lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)
+    else:
+        store_tile(p, o, lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)
 
 
 @gluon.jit
 def end_tile(
-    p, o, probs, m, l, has_o, v_ring, position, batch, head, row, out_desc, lse_ptr, out_buffer, failures,
-    p_layout: gl.constexpr, row_layout: gl.constexpr,
+    p, warpgroup: gl.constexpr, o, probs, m, l, has_o, v_ring, position, batch, head, row, piece, out_desc, lse_ptr,
+    pieces_ptr, out_buffer, failures, p_layout: gl.constexpr, row_layout: gl.constexpr,
 ):  # fmt: skip
     """The last O += P V of a tile, and its epilogue; returns O, whose registers the next tile's takes."""
     v_ring.await_full(position)
     o = add_values(o, unpack(probs, out_desc.dtype, p_layout), v_ring, position, has_o)
     o = product_wait(o)
     v_ring.release(position)
-    finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffer, failures, row_layout)
+    finish(p, warpgroup, o, m, l, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr, out_buffer, failures,
+           row_layout)  # fmt: skip
     return o
 
 
 @gluon.jit
-def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures):
+def compute_loop(
+    warpgroup: gl.constexpr, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffers, failures
+):  # fmt: skip
     """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
     mine = failures.slice(warpgroup * p.TILE_M, p.TILE_M)
     q_position = q_ring.first()
@@ -316,19 +349,19 @@ def compute_loop(warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, 
         careful = False
         again = True
         while again:
-            q_position, position = compute_walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers,
-                                                mine, q_position, position, careful)  # fmt: skip
+            q_position, position = compute_walk(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring,
+                                                out_buffers, mine, q_position, position, careful)  # fmt: skip
             again = any_failed(p, failures) & (careful ^ True)
             careful = True
     else:
-        compute_walk(warpgroup, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, mine, q_position, position,
-                     True)  # fmt: skip
+        compute_walk(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffers, mine, q_position,
+                     position, True)  # fmt: skip
 
 
 @gluon.jit
 def compute_walk(
-    warpgroup: gl.constexpr, p, out_desc, lse_ptr, q_ring, k_ring, v_ring, out_buffers, failures, q_position, position,
-    careful,
+    warpgroup: gl.constexpr, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffers, failures,
+    q_position, position, careful,
 ):  # fmt: skip
     """All tiles of this program once, no block of them STEADY if `careful`; returns the positions after them."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -346,13 +379,14 @@ def compute_walk(
     batch = 0
     head = 0
     row = 0
+    piece = 0
     if warpgroup == p.WARPGROUPS - 1:
         pass_turn(warpgroup, p.WARPGROUPS)
     entry = gl.load(entries)
     for t in range(n_tiles):
         batch_new, head_new, m_block = p.place(entry)
+        piece_new, first, full_first, full_end, end, tail = p.blocks_here(entries, t, entry, m_block)
         entry = gl.load(entries + t + 1)  # of the next tile: it takes as long as a product
-        first, full_first, full_end, end, tail = p.key_blocks(m_block)
         unseen = 0  # or 1: the block at the end, which only other warpgroups see
         if p.OWN_BLOCKS:
             full_end, unseen = p.own_blocks(m_block, warpgroup, first, full_first, full_end, end)
@@ -394,8 +428,8 @@ def compute_walk(
             o = product_wait(o)
             v_ring.release(position - 1 - tail - unseen, pred=t > 0)
             if t > 0:
-                finish(p, o, m, l, batch, head, row, out_desc, lse_ptr, out_buffers.index(warpgroup), failures,
-                       row_layout)  # fmt: skip
+                finish(p, warpgroup, o, m, l, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr,
+                       out_buffers.index(warpgroup), failures, row_layout)  # fmt: skip
         if p.OWN_BLOCKS:
             if unseen > 0:
                 sit_out(position - 1, v_ring)
@@ -408,6 +442,7 @@ def compute_walk(
         batch = batch_new
         head = head_new
         row = row_new
+        piece = piece_new
         has_o = tail > 0
         position += 1
         # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
@@ -454,21 +489,21 @@ def compute_walk(
             q_ring.release(q_position)
         q_position += 1
         if not p.FLAT:
-            o = end_tile(p, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, out_desc, lse_ptr,
-                         out_buffers.index(warpgroup), failures, p_layout, row_layout)  # fmt: skip
+            o = end_tile(p, warpgroup, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, piece, out_desc,
+                         lse_ptr, pieces_ptr, out_buffers.index(warpgroup), failures, p_layout, row_layout)  # fmt: skip
     if warpgroup == 0:
         take_turn(warpgroup)
     keep_apart(warpgroup)
     if p.FLAT:
-        end_tile(p, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, out_desc, lse_ptr,
-                 out_buffers.index(warpgroup), failures, p_layout, row_layout)  # fmt: skip
+        end_tile(p, warpgroup, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, piece, out_desc,
+                 lse_ptr, pieces_ptr, out_buffers.index(warpgroup), failures, p_layout, row_layout)  # fmt: skip
     tma.store_wait(0)
     return q_position, position
 
 
 @gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, schedule_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, pieces_ptr, schedule_ptr,
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -489,14 +524,14 @@ def forward_kernel(
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (0, p, out_desc, lse_ptr, pieces_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (1, p, out_desc, lse_ptr, pieces_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
             (load_loop, (p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (1, p, out_desc, lse_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (2, p, out_desc, lse_ptr, q_rings[2], k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (0, p, out_desc, lse_ptr, pieces_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (1, p, out_desc, lse_ptr, pieces_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
+            (compute_loop, (2, p, out_desc, lse_ptr, pieces_ptr, q_rings[2], k_ring, v_ring, out_buffers, failures)),
             (load_loop, (p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

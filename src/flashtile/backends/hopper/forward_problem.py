@@ -12,6 +12,7 @@ from .compat import aggregate
 from .tile import columns, parts_of, width_of
 
 TAIL = gl.constexpr(16)  # keys that one wgmma of O += P V sums over, the fewest that it can be computed for
+PIECE_BITS = gl.constexpr(21)  # of each of the three numbers of a piece of a tile
 MANY_KEYS = gl.constexpr(8192)  # from which on `in_order` turns blocks: with fewer it costs 1 to 6 % on an H200
 
 
@@ -28,7 +29,7 @@ class Problem:
     unit: gl.tensor  # scores in base 2 are s * unit
     natural: gl.tensor  # in base e, s * natural
     cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
-    schedule: gl.tensor  # (programs, rounds): how many tiles, then (batch * Hq / PACK + head) << 32 | m_block each
+    schedule: gl.tensor  # (programs, rounds): see `entries` in launch.py
     rounds: gl.tensor
     WARPGROUPS: gl.constexpr
     TILE_M: gl.constexpr
@@ -42,6 +43,7 @@ class Problem:
     WAIT_HALF_WAY: gl.constexpr  # for O += P V, in a STEADY step
     Q_KEPT: gl.constexpr  # dims of Q that a warpgroup keeps in registers, from the first on
     OWN_BLOCKS: gl.constexpr  # key blocks end for some warpgroups before they end for others
+    PIECES: gl.constexpr  # there may be pieces of tiles
     PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
 
     @gluon.constexpr_function
@@ -73,6 +75,7 @@ class Problem:
         self.WAIT_HALF_WAY = gl.constexpr(WAIT_HALF_WAY)
         self.Q_KEPT = gl.constexpr(Q_KEPT)
         self.OWN_BLOCKS = gl.constexpr(HAS_RIGHT and (WARPGROUPS - 1) * TILE_M >= TILE_N)
+        self.PIECES = gl.constexpr(not HAS_LEFT and not HAS_RIGHT)
         self.PACK = gl.constexpr(PACK)
 
     @gluon.jit
@@ -85,7 +88,7 @@ class Problem:
     def place(self, entry):
         """(batch, first query head, m_block) of an entry of the schedule."""
         heads = self.heads_q // self.PACK
-        head = (entry >> 32).to(gl.int32)
+        head = (entry >> 32).to(gl.int32) & 0x7FFFFFFF  # without the sign, which only a piece has
         return head // heads, head % heads * self.PACK, (entry & 0xFFFFFFFF).to(gl.int32)
 
     @gluon.jit
@@ -130,6 +133,23 @@ class Problem:
         return first, full_first, full_end, end, tail
 
     @gluon.jit
+    def blocks_here(self, entries, t, entry, m_block):
+        """(0 or, of a piece of a tile, 1 + which of all pieces; the key blocks of the tile or the piece)."""
+        first, full_first, full_end, end, tail = self.key_blocks(m_block)
+        piece = 0
+        if self.PIECES:
+            if entry < 0:
+                numbers = gl.load(entries + (self.rounds // 2 + t))
+                MASK: gl.constexpr = (1 << PIECE_BITS) - 1
+                piece = (numbers >> 2 * PIECE_BITS).to(gl.int32)
+                first = (numbers >> PIECE_BITS & MASK).to(gl.int32)
+                full_first = first
+                end_here = (numbers & MASK).to(gl.int32)
+                tail = gl.where(end_here == end, tail, 0)
+                end = end_here
+        return piece, first, full_first, full_end, end, tail
+
+    @gluon.jit
     def own_blocks(self, m_block, warpgroup, first, full_first, full_end, end):
         """(full_end, unseen) of a warpgroup's rows; unseen: 1, if they see nothing of a tile's last block, which is not
         its only one with a mask."""
@@ -149,12 +169,13 @@ def middle_blocks(first, full_first, full_end, end):
 
 
 @gluon.jit
-def tile_to_load(p, entry, m_block_before, from_first):
+def tile_to_load(p, entries, t, m_block_before, from_first):
     """What a producer needs of a tile, the one before and its direction given: (batch, head, m_block), its key blocks
     (first, last, middle, end, tail), and its own direction, see `in_order`."""
+    entry = gl.load(entries + t)
     batch, head, m_block = p.place(entry)
     from_first = (m_block > m_block_before) | (from_first ^ True)  # the longest tiles of heads begin together
-    first, full_first, full_end, end, tail = p.key_blocks(m_block)
+    _, first, full_first, full_end, end, tail = p.blocks_here(entries, t, entry, m_block)
     last, middle = middle_blocks(first, full_first, full_end, end)
     return batch, head, m_block, first, last, middle, end, tail, from_first
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -15,9 +17,13 @@ from .. import Forward
 from ..launcher import Launcher, StreamLaunch, forward_pass, forward_pass_like, prepared
 from . import config, ptxas
 from .forward import forward_kernel
-from .schedule import Tile, schedule
+from .forward_pieces import merge_kernel
+from .forward_problem import PIECE_BITS, TAIL
+from .schedule import Piece, Tile, schedule, with_pieces
 
 LOG2E = 1.4426950408889634
+MOST_PIECES = 512  # in memory, of a call
+MERGED_ROWS = 4  # of a tile, by a program that merges its pieces
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
 
 
@@ -38,11 +44,50 @@ def describe(x: Tensor, box: Box) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, *box], layout(box, x.dtype))
 
 
-def table(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Tensor:
-    """(programs, rounds) int64: how many tiles a program has, then (batch * Hq / pack + head) << 32 | m_block each."""
+class Shares(NamedTuple):
+    """The tiles of every program, and what the first programs have of tiles that they share."""
+
+    lists: list[list[Tile]]
+    pieces: list[list[Piece]]
+
+
+def shares(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Shares:
+    """Tiles of queries, and pieces of them."""
     pack = config.heads_per_tile(spec, tiles)
     packed = replace(spec, heads_q=spec.heads_q // pack)
-    return entries(schedule(packed, tiles.rows // pack, tiles.warpgroups, tiles.tile_n, programs))
+    lists = schedule(packed, tiles.rows // pack, tiles.warpgroups, tiles.tile_n, programs)
+    blocks = -(-spec.seqlen_k // tiles.tile_n)
+    if tiles.tails and blocks > 1 and (spec.seqlen_k - 1) % tiles.tile_n < TAIL.value:
+        blocks -= 1  # the keys past it come with the last
+    return Shares(*with_pieces(spec, lists, blocks, 1, programs, MOST_PIECES))
+
+
+def entries(of: Shares) -> Tensor:
+    """(programs, 2 * rounds) int64: how many tiles a program has, then head << 32 | m_block of each, with the sign if
+    it is a piece. In the second half, of a piece, which it is, from 1 on, its first key block and its end."""
+    pieces = of.pieces + [[]] * (len(of.lists) - len(of.pieces))
+    rounds = 2 + max(len(tiles) + len(mine) for tiles, mine in zip(of.lists, pieces, strict=True))
+    found = torch.zeros(len(of.lists), 2, rounds, dtype=torch.int64)  # a program reads one entry past its last
+    n_pieces = 0
+    for program, (tiles, mine) in enumerate(zip(of.lists, pieces, strict=True)):
+        row = [head << 32 | m_block for head, m_block in tiles]
+        for i, piece in enumerate(mine, 1 + len(tiles)):
+            n_pieces += 1
+            head, m_block = piece.tile
+            row.append((head << 32 | m_block) - (1 << 63))
+            found[program, 1, i] = (n_pieces << PIECE_BITS.value | piece.first) << PIECE_BITS.value | piece.end
+        found[program, 0, : 1 + len(row)] = torch.tensor([len(row), *row])
+    return found.flatten(1)
+
+
+def shared_tiles(heads: int, rows: int, pieces: list[list[Piece]]) -> Tensor:
+    """(tiles, 5) int32: batch, head, first row, first piece and how many pieces, of every tile of `rows` in pieces."""
+    tile_of = [piece.tile for pieces_of in pieces for piece in pieces_of]
+    found = [
+        [*divmod(head, heads), block * rows, tile_of.index((head, block)), tile_of.count((head, block))]
+        for head, block in dict.fromkeys(tile_of)
+    ]
+    return torch.tensor(found, dtype=torch.int32).view(-1, 5)
 
 
 def programs_on(device: torch.device) -> int:
@@ -50,24 +95,48 @@ def programs_on(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def entries(lists: list[list[Tile]]) -> Tensor:
-    """(programs, rounds) int64: how many tiles a program has, then head << 32 | m_block each."""
-    rounds = 2 + max(map(len, lists))  # a program reads one entry past its last
-    rows = [[len(x), *(head << 32 | m_block for head, m_block in x), *[0] * (rounds - 1 - len(x))] for x in lists]
-    return torch.tensor(rows, dtype=torch.int64)
-
-
 class ForwardKernel(Launcher):
-    """`forward_kernel` with its tiles, descriptors and schedule."""
+    """`forward_kernel` with its tiles, descriptors and schedule, and `merge_kernel` where programs share tiles."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         *described, lse = tensors  # q, k, v, out
         tiles = config.choose(spec)
-        tiles_of = table(spec, tiles, programs_on(lse.device)).to(lse.device)
+        of = shares(spec, tiles, programs_on(lse.device))
+        tiles_of = entries(of).to(lse.device)
         descriptors = map(describe, described, boxes(spec, tiles))
-        arguments = (*descriptors, lse, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
+        n_numbers = sum(map(len, of.pieces)) * tiles.rows * (tiles.head_dim_v + 1)
+
+        def scratch() -> Tensor:
+            """The pieces."""
+            return torch.empty_strided((n_numbers,), (1,), dtype=torch.float32, device=lse.device)
+
+        pieces = scratch()
+        arguments = (*descriptors, lse, pieces, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
-            return prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors), options)
+            main = prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors) + 1, options)
+        if not of.pieces:
+            return lambda stream, *tensors: main(stream, *tensors, pieces)
+        merge = prepare_merge(spec, tiles, of, pieces, tensors[3], lse)
+
+        def launch(stream: int, *tensors: Tensor) -> None:
+            pieces = scratch()
+            main(stream, *tensors, pieces)
+            merge(stream, pieces, *tensors[3:])
+
+        return launch
+
+
+def prepare_merge(
+    spec: AttentionSpec, tiles: config.Tiles, of: Shares, pieces: Tensor, out: Tensor, lse: Tensor
+) -> StreamLaunch:
+    """`merge_kernel`: from pieces to out and lse."""
+    pack = config.heads_per_tile(spec, tiles)
+    shared = shared_tiles(spec.heads_q // pack, tiles.rows // pack, of.pieces)
+    arguments = (
+        pieces, out, lse, shared.to(lse.device), spec.seqlen_q, spec.heads_q, spec.head_dim_v, tiles.head_dim_v,
+        triton.next_power_of_2(tiles.head_dim_v), tiles.rows, pack, MERGED_ROWS,
+    )  # fmt: skip
+    return prepared(merge_kernel, lse.device, len(shared) * (tiles.rows // MERGED_ROWS), arguments, 3, OPTIONS)
 
 
 def steady(spec: AttentionSpec) -> bool:

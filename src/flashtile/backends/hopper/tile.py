@@ -133,6 +133,14 @@ def store_rows(desc, buffer, x, batch, row, head, col):
 
 
 @gluon.jit
+def store_matrix(ptr, x, row, column, stride):
+    """x, from a row and a column of a matrix on."""
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    in_row = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    gl.store(ptr + (rows[:, None] * stride + in_row[None, :]), x)
+
+
+@gluon.jit
 def exp2_of_fma(x, factor, summand):
     """2^(x * factor + summand), in float32. Each exponential comes right behind its own multiply-add: given all of
     these first, triton 3.9 makes a slower kernel at 64 dims."""
