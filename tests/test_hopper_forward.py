@@ -46,7 +46,7 @@ def forward_on_cpu(case: AttentionSpec, tiles: config.Tiles, inputs: Inputs, pro
     ]
     of = launch.shares(case, tiles, programs)
     table = launch.entries(of)
-    pieces = torch.full((sum(map(len, of.pieces)), tiles.rows * (tiles.head_dim_v + 1)), float("nan"))
+    pieces = torch.full((sum(map(len, of.pieces)), tiles.rows * (tiles.head_dim_v + 2)), float("nan"))
     pointers = (gluon_on_cpu.Pointer(x) for x in (lse.view(-1), pieces.view(-1), table.flatten()))
     kernel = gluon_on_cpu.load("forward").forward_kernel
     scalars = launch.scalars(case, tiles, rounds=table.shape[1])
@@ -61,9 +61,9 @@ def merge_pieces(case, tiles, of, pieces, out, lse):
     for batch, head, query, first, count in launch.shared_tiles(
         case.heads_q // pack, tiles.rows // pack, of.pieces
     ).tolist():
-        outs, lses = pieces[first : first + count].split([tiles.rows * tiles.head_dim_v, tiles.rows], 1)
-        weights = lses.softmax(0)[:, :, None]
-        merged = (weights * outs.view(count, tiles.rows, -1)).sum(0)
+        sizes = tiles.rows * tiles.head_dim_v, tiles.rows, tiles.rows
+        outs, lses, inverses = pieces[first : first + count].split(sizes, 1)
+        merged = ((lses.softmax(0) * inverses)[:, :, None] * outs.view(count, tiles.rows, -1)).sum(0)
         for row in range(tiles.rows):
             if (at := query + row // pack) < case.seqlen_q:
                 lse[batch, head * pack + row % pack, at] = lses[:, row].logsumexp(0)

@@ -278,16 +278,17 @@ def store_tile(p, o, lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_l
 
 
 @gluon.jit
-def store_piece(p, warpgroup: gl.constexpr, o, lse, piece, pieces_ptr, row_layout: gl.constexpr):
-    """The same of a piece of a tile, in float32: (rows, Dv) and then (rows,) of each piece, which `merge_kernel`
-    merges."""
+def store_piece(p, warpgroup: gl.constexpr, o, lse, inverse, piece, pieces_ptr, row_layout: gl.constexpr):
+    """The same of a piece of a tile, for `merge_kernel`, in float32: O (rows, Dv), L (rows,) and what O is to be
+    multiplied by (rows,); multiplied for both ways out at once, it would be spilled."""
     ROWS: gl.constexpr = p.WARPGROUPS * p.TILE_M
     DIM_V: gl.constexpr = (len(o) - 1) * o[0].shape[1] + o[len(o) - 1].shape[1]
-    pieces_ptr += piece * (ROWS * (DIM_V + 1))
+    pieces_ptr += piece * (ROWS * (DIM_V + 2))
     for part in gl.static_range(len(o)):
         store_matrix(pieces_ptr, o[part], warpgroup * p.TILE_M, part * o[0].shape[1], DIM_V)
-    of_rows = pieces_ptr + (ROWS * DIM_V + warpgroup * p.TILE_M)
-    gl.store(of_rows + gl.arange(0, p.TILE_M, row_layout), lse)
+    of_rows = pieces_ptr + (ROWS * DIM_V + warpgroup * p.TILE_M + gl.arange(0, p.TILE_M, row_layout))
+    gl.store(of_rows, lse)
+    gl.store(of_rows + ROWS, inverse)
 
 
 @gluon.jit
@@ -312,14 +313,13 @@ def finish(
     exponent, rest = log2(l_row)
     log_l = gl.fma(exponent, LN2, (rest - left) * LN2)
     lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, log_l))
-    o = scaled(o, inverse)
     if p.PIECES:
         if piece > 0:
-            store_piece(p, warpgroup, o, lse, piece - 1, pieces_ptr, row_layout)
+            store_piece(p, warpgroup, o, lse, inverse, piece - 1, pieces_ptr, row_layout)
         else:
-            store_tile(p, o, lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)
+            store_tile(p, scaled(o, inverse), lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)
     else:
-        store_tile(p, o, lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)
+        store_tile(p, scaled(o, inverse), lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """What programs leave of tiles that they share in the forward pass, merged, in plain Triton.
 
-Legend: pieces: for each (ROWS, DIM_V) of O and then (ROWS,) of lse, float32, as `store_piece` in forward.py leaves them
-· shared: (tiles, 5), see `shared_tiles` in launch.py · out (B, Sq, Hq, Dv), lse (B, Hq, Sq).
+Legend: pieces: float32, of each what `store_piece` in forward.py leaves: O (ROWS, DIM_V), lse (ROWS,), and what O is to
+be multiplied by (ROWS,) · shared: (tiles, 5), see `shared_tiles` in launch.py · out (B, Sq, Hq, Dv), lse (B, Hq, Sq).
 """
 
 import triton
@@ -23,7 +23,7 @@ def merge_kernel(
 ):  # fmt: skip
     """AT_A_TIME rows of a tile: out and lse of its pieces (section 6 of docs/algorithm.md), in the same order in every
     run."""
-    STRIDE: tl.constexpr = ROWS * (DIM_V + 1)
+    STRIDE: tl.constexpr = ROWS * (DIM_V + 2)
     AT_ONCE: tl.constexpr = 8
     shared_ptr += tl.program_id(0) // (ROWS // AT_A_TIME) * 5
     batch, head, query = tl.load(shared_ptr), tl.load(shared_ptr + 1), tl.load(shared_ptr + 2)
@@ -43,7 +43,7 @@ def merge_kernel(
     inside = (dims < DIM_V)[None, :]
     out = tl.zeros([AT_A_TIME, DIMS], tl.float32)
     for i in range(count):
-        weight = tl.exp(tl.load(of_rows + i * STRIDE) - shift) * inverse
+        weight = tl.exp(tl.load(of_rows + i * STRIDE) - shift) * inverse * tl.load(of_rows + i * STRIDE + ROWS)
         of_piece = pieces_ptr + i * STRIDE + (row[:, None] * DIM_V + dims[None, :])
         out += weight[:, None] * tl.load(of_piece, inside, 0.0)
     queries = query + row // PACK

@@ -104,7 +104,7 @@ class ForwardKernel(Launcher):
         of = shares(spec, tiles, programs_on(lse.device))
         tiles_of = entries(of).to(lse.device)
         descriptors = map(describe, described, boxes(spec, tiles))
-        n_numbers = sum(map(len, of.pieces)) * tiles.rows * (tiles.head_dim_v + 1)
+        n_numbers = sum(map(len, of.pieces)) * tiles.rows * (tiles.head_dim_v + 2)
 
         def scratch() -> Tensor:
             """The pieces."""
