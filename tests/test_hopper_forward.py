@@ -105,6 +105,25 @@ def test_out_and_lse_are_right_where_programs_share_tiles(name, monkeypatch):
     assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", SHARED)
+def test_pieces_of_tiles_are_merged(name, monkeypatch):
+    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
+    monkeypatch.setattr(schedule, "PIECES_COST", 0)
+    case, programs = SHARED[name]
+    tiles = config.choose(case)
+    of = launch.shares(case, tiles, programs)
+    pieces = torch.randn(sum(map(len, of.pieces)), tiles.rows * (tiles.head_dim_v + 2))
+    shape = case.batch, case.seqlen_q, case.heads_q, case.head_dim_v
+    (out, lse), (expected, expected_lse) = (
+        (torch.zeros(shape, dtype=HALF), torch.zeros(case.batch, case.heads_q, case.seqlen_q)) for _ in range(2)
+    )
+    launch.prepare_merge(case, tiles, of, pieces, out, lse)(0, pieces, out, lse)
+    merge_pieces(case, tiles, of, pieces, expected, expected_lse)
+    torch.testing.assert_close(lse, expected_lse)
+    torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"q_stages": 1}, {"stages": 3}, {"q_kept": 64}, {"q_stages": 1, "q_kept": 64}, {"warpgroups": 2}],
