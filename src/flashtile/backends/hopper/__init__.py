@@ -16,7 +16,7 @@ from ...plan import Plan
 from ...spec import AttentionSpec
 from .. import Backward
 from . import order
-from .config import choose, choose_backward, heads_per_tile
+from .config import choose, choose_backward
 
 
 def _triton_is_new_enough() -> bool:
@@ -34,7 +34,7 @@ if _INSTALLED:
     from ..launcher import Launcher, backward_pass, backward_pass_like
     from .backward_launch import BACKWARD
     from .backward_wide_launch import WIDE_BACKWARD
-    from .launch import forward, forward_like
+    from .launch import forward, forward_like, programs_on, shares
 
 __all__ = [
     "backward", "backward_like", "forward", "forward_like", "leaves_backward", "passes_on", "plan", "refusal",
@@ -138,7 +138,4 @@ def _stride_refusal(shape: torch.Size, strides: tuple[int, ...]) -> str | None:
 def plan(spec: AttentionSpec, device: torch.device) -> Plan:
     """The forward launch."""
     tiles = choose(spec)
-    pack = heads_per_tile(spec, tiles)
-    n_tiles = -(-spec.seqlen_q * pack // tiles.rows) * (spec.heads_q // pack) * spec.batch
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
-    return Plan(str(tiles), min(n_tiles, programs), tiles.rows, tiles.tile_n)
+    return Plan(str(tiles), len(shares(spec, tiles, programs_on(device)).lists), tiles.rows, tiles.tile_n)

@@ -197,10 +197,10 @@ class PiecesKernel:
     """`add_kernel`: from pieces to dk and dv."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+        pieces, dk, dv = tensors
         tiles = config.choose_backward(spec)
-        of = in_any_order(spec, tiles, programs_on(tensors[1].device))
-        shared = shared_tiles(spec.heads_k, tiles.keys, of.pieces)
-        return prepare_sums(spec, *tensors, shared, tiles.keys, (tiles.head_dim, tiles.head_dim_v))
+        shared = shared_tiles(spec.heads_k, tiles.keys, in_any_order(spec, tiles, programs_on(dk.device)).pieces)
+        return prepare_sums(spec, pieces, dk, dv, shared, tiles.keys, (tiles.head_dim, tiles.head_dim_v))
 
 
 BEGIN = RowsKernel(begin_kernel, begin_arguments)
