@@ -87,6 +87,22 @@ def store_sums(desc, buffer, sums, scale, batch, key, head):
 
 
 @gluon.jit
+def store_keys(p, warpgroup: gl.constexpr, dk_desc, dv_desc, dk, dv, entry, dq_ring, position):
+    """Line 18: dV and dK of a warpgroup's keys, by way of the buffer of dQ, which has left."""
+    dq_ring.await_empty(position)
+    buffer = keys_buffer(dq_ring, dk_desc)
+    batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY) + warpgroup * KEYS
+    store_sums(dv_desc, buffer, dv, 1.0, batch, key, head_k)
+    store_sums(dk_desc, buffer, dk, p.softmax_scale, batch, key, head_k)
+
+
+@gluon.jit
+def keys_buffer(dq_ring, desc):
+    """The buffer of dQ as one of keys."""
+    return seen_as(dq_ring.buffers.index(0), desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
 def probabilities_and_ds(
     p, warpgroup: gl.constexpr, part: gl.constexpr, s, dp, dv, has, position, to_mask, entry, row,
     q_ring, dout_ring, ds_ring, shifts, deltas, s_layout: gl.constexpr, p_layout: gl.constexpr,
@@ -148,7 +164,6 @@ def compute_loop(
     position = first_step(q_ring)
     tile = k_ring.first()
     tile_before = tile - 1  # a value of its own: bound to that of `tile`, the loops would not carry it
-    keys_buffer = seen_as(dq_ring.buffers.index(0), dk_desc.dtype, dk_desc.block_shape, dk_desc.layout)
     before = False  # whether there is a step before
     # from here on one warpgroup computes P and dS while the matrix units work for the other
     if warpgroup == 1:
@@ -211,18 +226,15 @@ def compute_loop(
                 position += 1
         v_ring.release(tile)
         # line 18
-        piece = gl.load(entry + PIECE)
-        if piece > 0:
-            store_piece(pieces_ptr, piece - 1, dv, warpgroup * KEYS, 0, WARPGROUPS * KEYS, 2 * DIM)
-            store_piece(
-                pieces_ptr, piece - 1, dk, warpgroup * KEYS, DIM, WARPGROUPS * KEYS, 2 * DIM
-            )  # fmt: skip
-        else:  # by way of the buffer of dQ
-            dq_ring.await_empty(position - 1)
-            batch, head_k = gl.load(entry + BATCH), gl.load(entry + HEAD_K)
-            key = gl.load(entry + KEY) + warpgroup * KEYS
-            store_sums(dv_desc, keys_buffer, dv, 1.0, batch, key, head_k)
-            store_sums(dk_desc, keys_buffer, dk, p.softmax_scale, batch, key, head_k)
+        if p.PIECES:
+            piece = gl.load(entry + PIECE)
+            if piece > 0:
+                store_piece(pieces_ptr, piece - 1, dv, warpgroup * KEYS, 0, WARPGROUPS * KEYS, 2 * DIM)
+                store_piece(pieces_ptr, piece - 1, dk, warpgroup * KEYS, DIM, WARPGROUPS * KEYS, 2 * DIM)
+            else:
+                store_keys(p, warpgroup, dk_desc, dv_desc, dk, dv, entry, dq_ring, position - 1)
+        else:
+            store_keys(p, warpgroup, dk_desc, dv_desc, dk, dv, entry, dq_ring, position - 1)
         tile += 1
         entry += FIELDS
     ds_ring.await_full(position - 1)

@@ -41,7 +41,7 @@ from .tile import add_product, meet, product_wait, zeros
 
 
 @gluon.jit
-def store_keys(desc, own_ring, other_ring, tile, sums, scale, entry, pieces_ptr, first: gl.constexpr):
+def store_keys(p, desc, own_ring, other_ring, tile, sums, scale, entry, pieces_ptr, first: gl.constexpr):
     """Line 18: dV or dK of a tile, by way of the slot of K or V that this warpgroup alone has read, or, if that is not
     as wide, of the other one; or a piece of it."""
     if own_ring.parts == other_ring.parts and own_ring.width == other_ring.width:
@@ -49,12 +49,15 @@ def store_keys(desc, own_ring, other_ring, tile, sums, scale, entry, pieces_ptr,
     else:
         ring = other_ring
         meet(0, 256)
-    piece = gl.load(entry + PIECE)
-    if piece > 0:
-        WIDTH: gl.constexpr = width_of_slot(own_ring) + width_of_slot(other_ring)
-        store_piece(pieces_ptr, piece - 1, sums, 0, first, KEYS, WIDTH)
+    batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
+    if p.PIECES:
+        piece = gl.load(entry + PIECE)
+        if piece > 0:
+            WIDTH: gl.constexpr = width_of_slot(own_ring) + width_of_slot(other_ring)
+            store_piece(pieces_ptr, piece - 1, sums, 0, first, KEYS, WIDTH)
+        else:
+            store_slot(desc, ring, tile, sums, scale, batch, key, head_k)
     else:
-        batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         store_slot(desc, ring, tile, sums, scale, batch, key, head_k)
     ring.release(tile)
 
@@ -105,7 +108,7 @@ def value_loop(p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_
                 dout_ring.release(position)
                 has = True
                 position += 1
-        store_keys(dv_desc, k_ring, v_ring, tile, dv, 1.0, entry, pieces_ptr, 0)
+        store_keys(p, dv_desc, k_ring, v_ring, tile, dv, 1.0, entry, pieces_ptr, 0)
         tile += 1
         entry += FIELDS
 
@@ -142,7 +145,7 @@ def key_loop(p, dk_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
                 q_ring.release(position)
                 has = True
                 position += 1
-        store_keys(dk_desc, v_ring, k_ring, tile, dk, p.softmax_scale, entry, pieces_ptr, width_of_slot(v_ring))
+        store_keys(p, dk_desc, v_ring, k_ring, tile, dk, p.softmax_scale, entry, pieces_ptr, width_of_slot(v_ring))
         tile += 1
         entry += FIELDS
 

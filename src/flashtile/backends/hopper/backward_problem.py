@@ -57,6 +57,7 @@ class Problem:
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
+    PIECES: gl.constexpr  # there may be pieces of tiles
     PARTS: gl.constexpr  # of a step
 
     @gluon.constexpr_function
@@ -78,6 +79,7 @@ class Problem:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.ORDERED = gl.constexpr(ORDERED)
+        self.PIECES = gl.constexpr(not HAS_LEFT and not HAS_RIGHT)
         self.PARTS = gl.constexpr(TILE_M // QUERIES)
 
     @gluon.jit
