@@ -95,6 +95,9 @@ class Pointer:
     def __add__(self, steps: Any) -> Pointer:
         return Pointer(self.tensor, self.at + steps)
 
+    def __getitem__(self, axes: tuple) -> Pointer:
+        return Pointer(self.tensor, self.at[axes])
+
     def to(self, _dtype: Any, **_: Any) -> Pointer:
         return self
 

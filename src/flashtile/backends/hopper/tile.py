@@ -136,8 +136,8 @@ def store_rows(desc, buffer, x, batch, row, head, col):
 def store_matrix(ptr, x, row, column, stride):
     """x, from a row and a column of a matrix on."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    in_row = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    gl.store(ptr + (rows[:, None] * stride + in_row[None, :]), x)
+    in_row = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    gl.store((ptr + (rows * stride + column))[:, None] + in_row[None, :], x)
 
 
 @gluon.jit
