@@ -148,14 +148,16 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         numbers["pieces_ptr"] = "*fp32"
         query_boxes = backward_wide_launch.query_boxes(queries)
         return [
-            _compile_gluon(keys_kernel, spec, boxes, others | {"pieces_ptr": "*fp32"}, "*i32", scalars, False),
+            _compile_gluon(
+                keys_kernel, spec, boxes, others | {"pieces_ptr": "*fp32"}, "*i32", scalars, tiles.earlier_ptxas
+            ),
             _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries, queries.earlier_ptxas),
         ]
     sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"
     counted = ("*i32", "*i16") if spec.deterministic else (None, None)
     element = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[spec.dtype]
     others |= {"sums_desc": sums, "pieces_ptr": element, "added_ptr": counted[0], "ranks_ptr": counted[1]}
-    return [_compile_gluon(backward_kernel, spec, boxes, others, "*i32", scalars, False)]
+    return [_compile_gluon(backward_kernel, spec, boxes, others, "*i32", scalars, tiles.earlier_ptxas)]
 
 
 def _compile_gluon(

@@ -37,6 +37,7 @@ from .backward_problem import (
     Problem,
     begin_scores,
     first_step,
+    keep,
     load_loop,
     mask,
     over_parts,
@@ -71,12 +72,14 @@ def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero
 
 
 @gluon.jit
-def begin_dp(p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, dout_ring, v_ring, layout: gl.constexpr):
+def begin_dp(
+    p, warpgroup: gl.constexpr, part: gl.constexpr, position, v, tile, dout_ring, v_ring, layout: gl.constexpr
+):  # fmt: skip
     """Line 13: issues dP^T = V dO^T."""
     if part == 0:
         dout_ring.await_full(position)
     zero = gl.zeros([KEYS, QUERIES], gl.float32, layout)
-    return over_parts(warpgroup, part, tile, position, v_ring, dout_ring, zero, False)
+    return over_parts(warpgroup, part, v, tile, position, v_ring, dout_ring, zero, False)
 
 
 @gluon.jit
@@ -141,7 +144,8 @@ def wait_for(sums, others):
 
 @gluon.jit
 def compute_loop(
-    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, dk_desc, dv_desc, pieces_ptr,
+    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, K_KEPT: gl.constexpr, V_KEPT: gl.constexpr,
+    p, dk_desc, dv_desc, pieces_ptr,
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas,
 ):  # fmt: skip
     """One warpgroup: KEYS keys of every tile.
@@ -172,7 +176,9 @@ def compute_loop(
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
         k_ring.await_full(tile)
+        k = keep(k_ring, tile, warpgroup, DIM, K_KEPT, s_layout)
         v_ring.await_full(tile)
+        v = keep(v_ring, tile, warpgroup, DIM, V_KEPT, s_layout)
         has = False
         for _ in range(p.group):
             for j in range(first, end):
@@ -180,18 +186,20 @@ def compute_loop(
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
-                s = begin_scores(p, warpgroup, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
-                dp = begin_dp(p, warpgroup, 0, position, anew(tile), dout_ring, v_ring, s_layout)
+                s = begin_scores(p, warpgroup, 0, position, k, anew(tile), q_ring, k_ring, shifts, s_layout)
+                dp = begin_dp(p, warpgroup, 0, position, v, anew(tile), dout_ring, v_ring, s_layout)
                 has_last = has
                 if p.PARTS == 2:
                     # the first part's products go on while P and dS of the last are computed
-                    s_last = begin_scores(p, warpgroup, LAST, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                    s_last = begin_scores(
+                        p, warpgroup, LAST, position, k, anew(tile), q_ring, k_ring, shifts, s_layout
+                    )  # fmt: skip
                     probs, ds, dv = probabilities_and_ds(
                         p, warpgroup, 0, s, dp, dv, has, position, to_mask, entry, block * p.TILE_M,
                         q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                     )  # fmt: skip
                     s = s_last
-                    dp = begin_dp(p, warpgroup, LAST, position, anew(tile), dout_ring, v_ring, s_layout)
+                    dp = begin_dp(p, warpgroup, LAST, position, v, anew(tile), dout_ring, v_ring, s_layout)
                     dk = add_product(dk, gl.convert_layout(ds, p_layout), q_ring, position, has)
                     has_last = True
                 probs, ds, dv = probabilities_and_ds(
@@ -252,7 +260,7 @@ def backward_kernel(
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
-    DQ_PARTS: gl.constexpr,
+    K_KEPT: gl.constexpr, V_KEPT: gl.constexpr, DQ_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`, one in
     `count_loop`, which has nothing to do unless in order.
@@ -279,9 +287,9 @@ def backward_kernel(
         arrivals_0, arrivals_1 = make_signals(q_ring)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (compute_loop, (0, DQ_PARTS, p, dk_desc, dv_desc, pieces_ptr,
+        (compute_loop, (0, DQ_PARTS, K_KEPT, V_KEPT, p, dk_desc, dv_desc, pieces_ptr,
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_0, shifts, deltas)),
-        (compute_loop, (1, DQ_PARTS, p, dk_desc, dv_desc, pieces_ptr,
+        (compute_loop, (1, DQ_PARTS, K_KEPT, V_KEPT, p, dk_desc, dv_desc, pieces_ptr,
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),

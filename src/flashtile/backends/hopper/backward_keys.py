@@ -28,6 +28,7 @@ from .backward_problem import (
     Problem,
     begin_scores,
     first_step,
+    keep,
     load_loop,
     mask,
     over_parts,
@@ -69,7 +70,7 @@ def width_of_slot(ring):
 
 
 @gluon.jit
-def value_loop(p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts):
+def value_loop(K_KEPT: gl.constexpr, p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts):
     """The first warpgroup: P and dV."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
     dv = zeros(KEYS, dv_desc.block_shape[3], v_ring.parts)
@@ -81,12 +82,13 @@ def value_loop(p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
         k_ring.await_full(tile)
+        k = keep(k_ring, tile, 0, k_ring.buffers.shape[-1] * k_ring.parts, K_KEPT, s_layout)
         has = False
         for _ in range(p.group):
             for j in range(first, end):
                 block = p.turned(j, first, end, turn)
                 # lines 10 and 11
-                s = begin_scores(p, 0, 0, position, anew(tile), q_ring, k_ring, shifts, s_layout)
+                s = begin_scores(p, 0, 0, position, k, anew(tile), q_ring, k_ring, shifts, s_layout)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 probs, capped = probabilities(p, s, 0, shifts, q_ring, position, s_layout)
                 q_ring.release(position)
@@ -114,7 +116,7 @@ def value_loop(p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_
 
 
 @gluon.jit
-def key_loop(p, dk_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas):
+def key_loop(V_KEPT: gl.constexpr, p, dk_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas):
     """The second warpgroup: dS and dK."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_M, 16])
     dk = zeros(KEYS, dk_desc.block_shape[3], k_ring.parts)
@@ -125,13 +127,14 @@ def key_loop(p, dk_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ri
     for _ in range(n_tiles):
         first, end = gl.load(entry + FIRST), gl.load(entry + END)
         v_ring.await_full(tile)
+        v = keep(v_ring, tile, 0, v_ring.buffers.shape[-1] * v_ring.parts, V_KEPT, s_layout)
         has = False
         for _ in range(p.group):
             for _ in range(first, end):
                 # lines 13 and 14
                 dout_ring.await_full(position)
                 start = row_numbers(deltas, dout_ring, position, 0, s_layout)
-                dp = over_parts(0, 0, anew(tile), position, v_ring, dout_ring, start, True)
+                dp = over_parts(0, 0, v, anew(tile), position, v_ring, dout_ring, start, True)
                 probs_ring.await_full(position)
                 probs = probs_ring.buffer(position, 0).load(s_layout).to(gl.float32)
                 probs_ring.release(position)
@@ -157,6 +160,7 @@ def keys_kernel(
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
+    K_KEPT: gl.constexpr, V_KEPT: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
@@ -171,8 +175,8 @@ def keys_kernel(
     probs_ring = ring_of(gl.allocate_shared_memory(q_desc.dtype, [2, KEYS, TILE_M], probs_layout), 2, 1, 1, 1)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
-        (value_loop, (p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts)),
-        (key_loop, (p, dk_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas)),
+        (value_loop, (K_KEPT, p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts)),
+        (key_loop, (V_KEPT, p, dk_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
     ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -122,7 +122,7 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
-        tiles.parts, tiles.parts_v, *(() if tiles.wide else (tiles.dq_parts,)),
+        tiles.parts, tiles.parts_v, tiles.k_kept, tiles.v_kept, *(() if tiles.wide else (tiles.dq_parts,)),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ class BackwardKernel:
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if added else OPTIONS
-        with ptxas.earlier_ptxas(options, False) as options:
+        with ptxas.earlier_ptxas(options, tiles.earlier_ptxas) as options:
             return prepared(backward_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 

@@ -191,14 +191,32 @@ def row_numbers(numbers, ring, position, part: gl.constexpr, layout: gl.constexp
 
 
 @gluon.jit
+def keep(ring, tile, block: gl.constexpr, DIM: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+    """The first KEPT of DIM dims of a block of keys in registers, as left operands of products, in parts as wide as the
+    ring's; none if KEPT is 0. A step then reads less of shared memory."""
+    kept = ()
+    if KEPT > 0:
+        WIDTH: gl.constexpr = min(KEPT, ring.width)
+        for part in gl.static_range(KEPT // WIDTH):
+            keys = columns(ring, tile, block * DIM + part * WIDTH, WIDTH)
+            kept = kept + (keys.load(gl.DotOperandLayout(0, layout, 2)),)
+    return kept
+
+
+@gluon.jit
 def over_parts(
-    block: gl.constexpr, part: gl.constexpr, tile, position, keys_ring, queries_ring, start, use_acc: gl.constexpr
+    block: gl.constexpr, part: gl.constexpr, kept, tile, position, keys_ring, queries_ring, start,
+    use_acc: gl.constexpr,
 ):  # fmt: skip
-    """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims."""
-    WIDTH: gl.constexpr = queries_ring.width
+    """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims, the
+    first of them from registers (`keep`)."""
+    WIDTH: gl.constexpr = kept[0].shape[1] if len(kept) > 0 else queries_ring.width
     DIM: gl.constexpr = queries_ring.buffers.shape[-1] * queries_ring.parts
     for dims in gl.static_range(parts_of(WIDTH, DIM)):
-        keys = columns(keys_ring, tile, block * DIM + dims * WIDTH, width_of(dims, WIDTH, DIM))
+        if dims < len(kept):
+            keys = kept[dims]
+        else:
+            keys = columns(keys_ring, tile, block * DIM + dims * WIDTH, width_of(dims, WIDTH, DIM))
         queries = columns(queries_ring, position, dims * WIDTH, width_of(dims, WIDTH, DIM))
         queries = queries.slice(part * QUERIES, QUERIES)
         start = warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=use_acc or dims > 0, is_async=True)
@@ -207,7 +225,7 @@ def over_parts(
 
 @gluon.jit
 def begin_scores(
-    p, warpgroup: gl.constexpr, part: gl.constexpr, position, tile, q_ring, k_ring, shifts, layout: gl.constexpr
+    p, warpgroup: gl.constexpr, part: gl.constexpr, position, k, tile, q_ring, k_ring, shifts, layout: gl.constexpr
 ):  # fmt: skip
     """Line 10: issues S^T = K Q^T, which starts from the shifts, as then they take no registers of their own. From 0
     with a soft cap, and in the second part: to load shifts into it, ptxas would wait for the first part's products."""
@@ -217,7 +235,7 @@ def begin_scores(
     start = gl.zeros([KEYS, QUERIES], gl.float32, layout)
     if FROM_SHIFTS:
         start = row_numbers(shifts, q_ring, position, part, layout)
-    return over_parts(warpgroup, part, tile, position, k_ring, q_ring, start, FROM_SHIFTS)
+    return over_parts(warpgroup, part, k, tile, position, k_ring, q_ring, start, FROM_SHIFTS)
 
 
 @gluon.jit

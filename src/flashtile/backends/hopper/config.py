@@ -131,6 +131,9 @@ class BackwardTiles:
     tile_m: int = 64  # or 128, in two parts, up to 64 dims
     parts: int = 1  # Q and K lie in this many blocks, each a power of two wide
     parts_v: int = 1  # as V and dO do
+    k_kept: int = 0  # dims of K of a tile, from the first on, in registers, rather than read again in every step
+    v_kept: int = 0  # of V
+    earlier_ptxas: bool = False  # see ptxas.py
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -175,24 +178,32 @@ class BackwardTiles:
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128)
+BACKWARD_D64 = BackwardTiles(
+    64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128, k_kept=64, v_kept=64, earlier_ptxas=True
+)
 """128 queries in a step: half as many fences, and dQ 64 columns wide: products of 32 take longer to read shared memory
 than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200."""
 BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
-BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3)
+BACKWARD_D96 = BackwardTiles(
+    96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=64, v_kept=64, earlier_ptxas=True
+)
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to
 +4 % on an H200, against 128 dims with zeros."""
-KEYS_D192_DV128 = BackwardTiles(192, 128, stages=2, key_stages=2, value_stages=2, parts=3)
+KEYS_D192_DV128 = BackwardTiles(
+    192, 128, stages=2, key_stages=2, value_stages=2, parts=3, k_kept=192, v_kept=128, earlier_ptxas=True
+)
 """dQ in a kernel of its own: S = 2k causal +24 %, 8k full +15 % on an H200. Blocks of 64 dims are not padded to
 256. Three stages: -1 %."""
-KEYS_D192 = BackwardTiles(192, 192, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3)
+KEYS_D192 = BackwardTiles(
+    192, 192, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=192, v_kept=192, earlier_ptxas=True
+)
 """As above: S = 2k full +8 %, 8k causal +4 %; three stages, with K and V in one, 0 and -2 %."""
-KEYS_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1)
+KEYS_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, k_kept=128, v_kept=128, earlier_ptxas=True)
 """What fits. dQ in a kernel of its own: S = 512, 2k and 8k full +20, +10, +8 %, causal +30, +16, +11 % on an H200."""
-KEYS_D256_DV128 = replace(KEYS_D256, head_dim_v=128, key_stages=2, value_stages=2)
+KEYS_D256_DV128 = replace(KEYS_D256, head_dim_v=128, key_stages=2, value_stages=2, k_kept=256, v_kept=128)
 """Dv is not padded. Three stages: 0 %."""
 
 
