@@ -107,7 +107,7 @@ def prepare_sums(
     strides_v, dim_v = ((0, 0, 0), 0) if dv is None else (dv.stride()[:3], dv.shape[3])
     arguments = (
         pieces, dx, dv, shared.to(dx.device), *dx.stride()[:3], *strides_v, dx.shape[1], spec.softmax_scale,
-        dx.shape[3], dim_v,         *dims, rows, ADDED_NUMBERS,
+        dx.shape[3], dim_v, *dims, rows, ADDED_NUMBERS,
     )  # fmt: skip
     grid = len(shared) * (rows * sum(dims) // ADDED_NUMBERS)
     return prepared(add_kernel, dx.device, grid, arguments, 3, OPTIONS)

@@ -182,7 +182,8 @@ BACKWARD_D64 = BackwardTiles(
     64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128, k_kept=64, v_kept=64, earlier_ptxas=True
 )
 """128 queries in a step: half as many fences, and dQ 64 columns wide: products of 32 take longer to read shared memory
-than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200."""
+than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200. K and V of a tile in registers,
+which takes a sixth of its work off shared memory: S = 2k to 16k full +3 %, causal +1 %, hot +5 %, 512 0 on an H100."""
 BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
@@ -191,18 +192,20 @@ BACKWARD_D96 = BackwardTiles(
 )
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to
-+4 % on an H200, against 128 dims with zeros."""
++4 % on an H200, against 128 dims with zeros. 64 dims of K and V in registers: S = 4k full +3 % on an H100."""
 KEYS_D192_DV128 = BackwardTiles(
     192, 128, stages=2, key_stages=2, value_stages=2, parts=3, k_kept=192, v_kept=128, earlier_ptxas=True
 )
 """dQ in a kernel of its own: S = 2k causal +24 %, 8k full +15 % on an H200. Blocks of 64 dims are not padded to
-256. Three stages: -1 %."""
+256. Three stages: -1 %. K and V in registers: S = 8k full +1 % on an H100."""
 KEYS_D192 = BackwardTiles(
     192, 192, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=192, v_kept=192, earlier_ptxas=True
 )
-"""As above: S = 2k full +8 %, 8k causal +4 %; three stages, with K and V in one, 0 and -2 %."""
+"""As above: S = 2k full +8 %, 8k causal +4 %; three stages, with K and V in one, 0 and -2 %. K and V in
+registers: +0.5 % on an H100."""
 KEYS_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, k_kept=128, v_kept=128, earlier_ptxas=True)
-"""What fits. dQ in a kernel of its own: S = 512, 2k and 8k full +20, +10, +8 %, causal +30, +16, +11 % on an H200."""
+"""What fits. dQ in a kernel of its own: S = 512, 2k and 8k full +20, +10, +8 %, causal +30, +16, +11 % on an H200.
+128 dims of K and V in registers: S = 1k 0, 4k full and 8k causal +1 % on an H100."""
 KEYS_D256_DV128 = replace(KEYS_D256, head_dim_v=128, key_stages=2, value_stages=2, k_kept=256, v_kept=128)
 """Dv is not padded. Three stages: 0 %."""
 
