@@ -139,7 +139,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
     tiles = config.choose_backward(spec)
     scalars, boxes = backward_launch.scalars(spec, tiles, rounds=100), backward_launch.boxes(tiles)
     others = {"rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.plain_layout(1)!r}>"}
-    if tiles.wide:
+    if tiles.dq_apart:
         queries = config.choose_queries(spec)
         dout = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, device="meta")
         of_queries = backward_wide_launch.query_scalars(spec, queries, 100, dout, None)

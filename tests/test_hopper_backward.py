@@ -54,7 +54,7 @@ def backward_on_cpu(
     rows[0] = float("-inf")
     rows[0, :, :, : case.seqlen_q] = torch.where(lse == float("-inf"), lse, -lse / case.score_factors[0])
     rows[1, :, :, : case.seqlen_q] = dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2)
-    if tiles.wide:
+    if tiles.dq_apart:
         return wide_backward_on_cpu(case, tiles, inputs, (out, lse, rows), programs)
     sums = torch.zeros(case.batch * case.heads_q * padded * tiles.head_dim)
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
@@ -188,11 +188,11 @@ def test_pieces_of_tiles_are_added_up(name, monkeypatch):
     q, k, v, *_ = make_inputs(case)
     pieces = torch.randn(sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim)
     dq = torch.empty_like(q)
-    held = pieces.flatten() if tiles.wide else dq.view(-1).view(torch.float32)
+    held = pieces.flatten() if tiles.dq_apart else dq.view(-1).view(torch.float32)
     held[: pieces.numel()] = pieces.flatten()
     found = torch.zeros_like(k).transpose(1, 2).contiguous().transpose(1, 2), torch.zeros_like(v)
     expected = torch.zeros_like(k), torch.zeros_like(v)
-    held = held if tiles.wide else dq
+    held = held if tiles.dq_apart else dq
     backward_launch.ADD.prepare(case, (held, *found))(0, held, *found)
     add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), *expected)
     for one, other in zip(found, expected, strict=True):

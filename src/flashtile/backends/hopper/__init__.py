@@ -112,7 +112,7 @@ def backward_like(spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None,
 
 
 def _launcher(spec: AttentionSpec) -> Launcher:
-    return WIDE_BACKWARD if choose_backward(spec).wide else BACKWARD
+    return WIDE_BACKWARD if choose_backward(spec).dq_apart else BACKWARD
 
 
 def refusal(*tensors: Tensor) -> str | None:

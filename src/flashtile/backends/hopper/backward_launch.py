@@ -53,7 +53,7 @@ def boxes(tiles: config.BackwardTiles) -> tuple[Box, ...]:
 
 def ordered(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
     """The tiles of every program, and the order in which they add to dQ if it must not change."""
-    if spec.deterministic and not tiles.wide:
+    if spec.deterministic and not tiles.dq_apart:
         return order(spec, tiles.keys, tiles.tile_m, programs)
     return in_any_order(spec, tiles, programs)
 
@@ -122,7 +122,7 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,
-        tiles.parts, tiles.parts_v, tiles.k_kept, tiles.v_kept, *(() if tiles.wide else (tiles.dq_parts,)),
+        tiles.parts, tiles.parts_v, tiles.k_kept, tiles.v_kept, *(() if tiles.dq_apart else (tiles.dq_parts,)),
     )  # fmt: skip
 
 

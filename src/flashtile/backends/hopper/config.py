@@ -115,10 +115,10 @@ tile that ends before the next begins: 12 instructions of a step fewer, S = 512 
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """dK and dV, up to 128 dims dQ too: two warpgroups, and how many blocks of tile_m queries, and of K and V, are in
-    flight.
+    """dK and dV, and dQ unless it has a kernel of its own: two warpgroups, and how many blocks of tile_m queries, and
+    of K and V, are in flight.
 
-    Up to 128 dims each warpgroup has 64 keys; above, both share 64 keys, and one holds their dV, the other dK.
+    With dQ each warpgroup has 64 keys; else both share 64 keys, and one holds their dV, the other dK.
     """
 
     head_dim: int  # D as Q and K lie in shared memory
@@ -134,23 +134,19 @@ class BackwardTiles:
     k_kept: int = 0  # dims of K of a tile, from the first on, in registers, rather than read again in every step
     v_kept: int = 0  # of V
     earlier_ptxas: bool = False  # see ptxas.py
+    dq_apart: bool = False  # dQ has a kernel of its own
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
-        if self.key_stages < 2 and not self.wide:
+        if self.key_stages < 2 and not self.dq_apart:
             raise ValueError(f"key_stages: got {self.key_stages}; want 2: a tile ends after the next has begun")
         if self.tile_m not in ((64, 128) if (self.head_dim, self.parts) == (64, 1) else (64,)):
             raise ValueError(f"tile_m: got {self.tile_m}; want 64, or 128 at 64 dims in one part")
-        if not self.wide and (self.head_dim, self.parts) != (self.head_dim_v, self.parts_v):
-            raise ValueError(f"head_dim: want one width, in as many parts, up to 128 dims: {self}")
-        if not self.wide and self.parts not in (1, 3):
-            raise ValueError(f"parts: got {self.parts}; want 1, or 3 of which two are one to a product, up to 128 dims")
+        if not self.dq_apart and (self.head_dim, self.parts) != (self.head_dim_v, self.parts_v):
+            raise ValueError(f"head_dim: want one width, in as many parts, with dQ: {self}")
+        if not self.dq_apart and self.parts not in (1, 3):
+            raise ValueError(f"parts: got {self.parts}; want 1, or 3 of which two are one to a product, with dQ")
         check_fit(self)
-
-    @property
-    def wide(self) -> bool:
-        """Whether dQ has a kernel of its own."""
-        return max(self.head_dim, self.head_dim_v) > 128
 
     @property
     def dq_parts(self) -> int:
@@ -159,14 +155,14 @@ class BackwardTiles:
 
     @property
     def sum_columns(self) -> tuple[int, int]:
-        """Columns of the first of the sums of dK and of dV: those of a part or, up to 128 dims, of two of three."""
-        parts = 2 if self.parts == 3 and not self.wide else 1
+        """Columns of the first of the sums of dK and of dV: those of a part or, with dQ, of two of three."""
+        parts = 2 if self.parts == 3 and not self.dq_apart else 1
         return parts * self.head_dim // self.parts, parts * self.head_dim_v // self.parts_v
 
     @property
     def keys(self) -> int:
         """Keys of a tile."""
-        return self.box_keys if self.wide else 2 * self.box_keys
+        return self.box_keys if self.dq_apart else 2 * self.box_keys
 
     @property
     def shared_bytes(self) -> int:
@@ -174,7 +170,7 @@ class BackwardTiles:
         rows = self.stages * (2 * self.tile_m * dims + 2 * 4 * self.tile_m)  # Q and dO, shifts and deltas
         keys = 2 * self.keys * (self.key_stages * self.head_dim + self.value_stages * self.head_dim_v)
         scores = 2 * 2 * self.keys * self.tile_m  # dS twice; P, if wide
-        dq = 0 if self.wide else 4 * self.tile_m * self.head_dim
+        dq = 0 if self.dq_apart else 4 * self.tile_m * self.head_dim
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
@@ -193,17 +189,34 @@ BACKWARD_D96 = BackwardTiles(
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to
 +4 % on an H200, against 128 dims with zeros. 64 dims of K and V in registers: S = 4k full +3 % on an H100."""
+KEYS_D128 = BackwardTiles(
+    128, 128, stages=4, key_stages=2, value_stages=2, k_kept=128, v_kept=128, earlier_ptxas=True, dq_apart=True
+)
+"""For queries that see few keys: dQ's sums are neither set to zero nor converted, which costs as much as a third of
+S = 512. There +8 % causal, hot +2 %, on an H200; S = 512 full -10 %, 1k causal -7 %; D 64 -14 % causal."""
 KEYS_D192_DV128 = BackwardTiles(
-    192, 128, stages=2, key_stages=2, value_stages=2, parts=3, k_kept=192, v_kept=128, earlier_ptxas=True
+    192, 128, stages=2, key_stages=2, value_stages=2, parts=3, k_kept=192, v_kept=128, earlier_ptxas=True, dq_apart=True
 )
 """dQ in a kernel of its own: S = 2k causal +24 %, 8k full +15 % on an H200. Blocks of 64 dims are not padded to
 256. Three stages: -1 %. K and V in registers: S = 8k full +1 % on an H100."""
 KEYS_D192 = BackwardTiles(
-    192, 192, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=192, v_kept=192, earlier_ptxas=True
+    192,
+    192,
+    stages=2,
+    key_stages=2,
+    value_stages=2,
+    parts=3,
+    parts_v=3,
+    k_kept=192,
+    v_kept=192,
+    earlier_ptxas=True,
+    dq_apart=True,
 )
 """As above: S = 2k full +8 %, 8k causal +4 %; three stages, with K and V in one, 0 and -2 %. K and V in
 registers: +0.5 % on an H100."""
-KEYS_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, k_kept=128, v_kept=128, earlier_ptxas=True)
+KEYS_D256 = BackwardTiles(
+    256, 256, stages=2, key_stages=1, value_stages=1, k_kept=128, v_kept=128, earlier_ptxas=True, dq_apart=True
+)
 """What fits. dQ in a kernel of its own: S = 512, 2k and 8k full +20, +10, +8 %, causal +30, +16, +11 % on an H200.
 128 dims of K and V in registers: S = 1k 0, 4k full and 8k causal +1 % on an H100."""
 KEYS_D256_DV128 = replace(KEYS_D256, head_dim_v=128, key_stages=2, value_stages=2, k_kept=256, v_kept=128)
@@ -212,7 +225,7 @@ KEYS_D256_DV128 = replace(KEYS_D256, head_dim_v=128, key_stages=2, value_stages=
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """dQ above 128 dims: two warpgroups of 64 queries, and how many blocks of tile_n keys are in flight."""
+    """dQ in a kernel of its own: two warpgroups of 64 queries, and how many blocks of tile_n keys are in flight."""
 
     head_dim: int  # D as Q and K lie in shared memory
     head_dim_v: int  # Dv, as V and dO lie there
@@ -243,6 +256,8 @@ class QueryTiles:
         return rows + keys + 32 * self.warpgroups + 16 * (self.key_stages + self.value_stages)
 
 
+QUERIES_D128 = QueryTiles(128, 128, key_stages=3, value_stages=3)
+"""What fits."""
 QUERIES_D192_DV128 = QueryTiles(192, 128, key_stages=3, value_stages=3, parts=3)
 """Without turns S = 2k causal -3 %, 8k full -6 % on an H200."""
 QUERIES_D192 = QueryTiles(192, 192, key_stages=3, value_stages=2, parts=3, parts_v=3)
@@ -253,6 +268,10 @@ QUERIES_D256_DV128 = QueryTiles(256, 128, key_stages=2, value_stages=3)
 """Dv is not padded."""
 
 
+# Keys that a query sees, from so many down to KEYS_D128: 256 pay on average, 512 do not.
+FEW_KEYS = 320
+
+
 def choose_backward(spec: AttentionSpec) -> BackwardTiles:
     """The tiles of the backward pass for a spec."""
     dims = max(spec.head_dim, spec.head_dim_v)
@@ -260,16 +279,20 @@ def choose_backward(spec: AttentionSpec) -> BackwardTiles:
         return KEYS_D256 if spec.head_dim_v > 128 else KEYS_D256_DV128
     if dims > 128:
         return KEYS_D192 if spec.head_dim_v > 128 else KEYS_D192_DV128
-    if dims > 64:
-        return BACKWARD_D128 if dims > 96 else BACKWARD_D96
-    return BACKWARD_D64
+    if dims > 96:
+        first, end = spec.visible_keys(spec.seqlen_q // 2)
+        return KEYS_D128 if end - first <= FEW_KEYS else BACKWARD_D128
+    return BACKWARD_D96 if dims > 64 else BACKWARD_D64
 
 
 def choose_queries(spec: AttentionSpec) -> QueryTiles:
-    """The tiles of dQ above 128 dims."""
-    if max(spec.head_dim, spec.head_dim_v) > 192:
+    """The tiles of dQ where it has a kernel of its own."""
+    dims = max(spec.head_dim, spec.head_dim_v)
+    if dims > 192:
         return QUERIES_D256 if spec.head_dim_v > 128 else QUERIES_D256_DV128
-    return QUERIES_D192 if spec.head_dim_v > 128 else QUERIES_D192_DV128
+    if dims > 128:
+        return QUERIES_D192 if spec.head_dim_v > 128 else QUERIES_D192_DV128
+    return QUERIES_D128
 
 
 def heads_per_tile(spec: AttentionSpec, tiles: Tiles) -> int:

@@ -148,7 +148,7 @@ def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
 
 def refuses(spec: AttentionSpec, tiles: BackwardTiles) -> str | None:
     """Why there is none, where dQ is added up."""
-    if tiles.wide:
+    if tiles.dq_apart:
         return None
     n_ranks = -(-spec.seqlen_k // tiles.keys) * spec.group * -(-spec.seqlen_q // tiles.tile_m)
     if n_ranks > MAX_RANKS:

@@ -60,26 +60,29 @@ def idle(spec: AttentionSpec, m_block: int, rows: int, warpgroups: int) -> float
     return missing * warpgroups // rows / warpgroups
 
 
-def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int) -> int:
-    """Into how many even sections the key heads of the whole batch come."""
+def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int) -> list[int]:
+    """Into how many sections the key heads of the whole batch may come: of a size that fits, and a little more, all of
+    one size."""
     fitting = SECTION_BYTES // head_bytes
     enough = -(-SECTION_ROUNDS * programs // tiles_per_head)
-    return min(heads, max(1, round(heads / max(1, min(fitting, enough)))))
+    count = min(heads, max(1, round(heads / max(1, min(fitting, enough)))))
+    return [count] + [n for n in range(count + 1, min(heads, count * 3 // 2) + 1) if heads % n == 0][:1]
 
 
 def spread(cost: list[float], heads: int, group: int, head_bytes: int, programs: int, alike: bool) -> list[list[Tile]]:
     """The tiles of every program, `group` of each block of a key head: one key head after the other if tiles are alike,
     else in sections for the cache's sake, or in fewer, if that leaves some program with too much to do."""
-    count = heads if alike else sections(heads, head_bytes, len(cost) * group, programs)
     mean = sum(cost) * heads * group / programs
     found: list[tuple[float, list[list[Tile]]]] = []
-    while count:
-        parts = [range(heads * i // count * group, heads * (i + 1) // count * group) for i in range(count)]
-        lists = assign(cost, parts, programs)
-        found.append((max(sum(cost[block] for _, block in tiles) for tiles in lists), lists))
-        if alike or found[-1][0] <= MOST_UNEVEN * mean:
+    counts = [heads] if alike else sections(heads, head_bytes, len(cost) * group, programs)
+    while counts[0]:
+        for count in counts:
+            parts = [range(heads * i // count * group, heads * (i + 1) // count * group) for i in range(count)]
+            lists = assign(cost, parts, programs)
+            found.append((max(sum(cost[block] for _, block in tiles) for tiles in lists), lists))
+        if alike or min(found)[0] <= MOST_UNEVEN * mean:
             break
-        count //= 2
+        counts = [counts[0] // 2]
     return min(found)[1]
 
 
