@@ -271,6 +271,15 @@ def test_hopper_backward_configs_compile_and_fit(mask, dims):
         assert not usage.spills, usage
 
 
+@pytest.mark.parametrize("mask", [*MASKS, "window"])
+def test_hopper_backward_config_for_few_keys_compiles_and_fits(mask):
+    window = {"left": 30, "right": 40}
+    case = spec((4096, 256), (16, 16), (128, 128), BF16, **{**MASKS, "window": window}[mask])
+    for usage, compiled in compile_hopper_backward(case):
+        fits_and_keeps_its_products_in_flight(usage, compiled)
+        assert not usage.spills, usage
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "in order"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 72), (128, 128)])
 def test_hopper_kernels_before_and_after_the_backward_pass_compile_and_do_not_spill(dims, deterministic):

@@ -296,7 +296,21 @@ def test_a_config_of_the_backward_pass_that_cannot_run_says_so(changes, message)
     ],
 )  # fmt: skip
 def test_d_and_dv_choose_the_config_of_the_backward_pass(dims, name):
-    assert config.choose_backward(spec((64, 64), (1, 1), dims, BF16)) is getattr(config, name)
+    assert config.choose_backward(spec((600, 600), (1, 1), dims, BF16)) is getattr(config, name)
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "window", "name"),
+    [
+        ((512, 512), {"right": 0}, "KEYS_D128"), ((512, 512), {}, "BACKWARD_D128"),
+        ((1024, 1024), {"right": 0}, "BACKWARD_D128"), ((512, 2048), {"right": 0}, "BACKWARD_D128"),
+        ((4096, 256), {}, "KEYS_D128"), ((8192, 8192), {"left": 200, "right": 0}, "KEYS_D128"),
+    ],
+)  # fmt: skip
+def test_where_queries_see_few_keys_dq_has_a_kernel_of_its_own_at_128_dims(seqlens, window, name):
+    case = spec(seqlens, (16, 16), (128, 128), BF16, **window)
+    assert config.choose_backward(case) is getattr(config, name)
+    assert config.choose_queries(case) is config.QUERIES_D128
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ class QueryTiles:
         return rows + keys + 32 * self.warpgroups + 16 * (self.key_stages + self.value_stages)
 
 
-QUERIES_D128 = QueryTiles(128, 128, key_stages=3, value_stages=3)
+QUERIES_D128 = QueryTiles(128, 128, key_stages=3, value_stages=3, turns=False)
 """What fits."""
 QUERIES_D192_DV128 = QueryTiles(192, 128, key_stages=3, value_stages=3, parts=3)
 """Without turns S = 2k causal -3 %, 8k full -6 % on an H200."""
