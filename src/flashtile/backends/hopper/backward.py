@@ -176,9 +176,9 @@ def compute_loop(
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
         k_ring.await_full(tile)
-        k = keep(k_ring, tile, warpgroup, DIM, K_KEPT, s_layout)
+        k = keep((), k_ring, tile, warpgroup, DIM, K_KEPT, s_layout)
         v_ring.await_full(tile)
-        v = keep(v_ring, tile, warpgroup, DIM, V_KEPT, s_layout)
+        v = keep((), v_ring, tile, warpgroup, DIM, V_KEPT, s_layout)
         has = False
         for _ in range(p.group):
             for j in range(first, end):

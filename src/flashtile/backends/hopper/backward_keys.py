@@ -82,7 +82,7 @@ def value_loop(K_KEPT: gl.constexpr, p, dv_desc, pieces_ptr, q_ring, dout_ring, 
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
         k_ring.await_full(tile)
-        k = keep(k_ring, tile, 0, k_ring.buffers.shape[-1] * k_ring.parts, K_KEPT, s_layout)
+        k = keep((), k_ring, tile, 0, k_ring.buffers.shape[-1] * k_ring.parts, K_KEPT, s_layout)
         has = False
         for _ in range(p.group):
             for j in range(first, end):
@@ -127,7 +127,7 @@ def key_loop(V_KEPT: gl.constexpr, p, dk_desc, pieces_ptr, q_ring, dout_ring, k_
     for _ in range(n_tiles):
         first, end = gl.load(entry + FIRST), gl.load(entry + END)
         v_ring.await_full(tile)
-        v = keep(v_ring, tile, 0, v_ring.buffers.shape[-1] * v_ring.parts, V_KEPT, s_layout)
+        v = keep((), v_ring, tile, 0, v_ring.buffers.shape[-1] * v_ring.parts, V_KEPT, s_layout)
         has = False
         for _ in range(p.group):
             for _ in range(first, end):

@@ -191,15 +191,13 @@ def row_numbers(numbers, ring, position, part: gl.constexpr, layout: gl.constexp
 
 
 @gluon.jit
-def keep(ring, tile, block: gl.constexpr, DIM: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
-    """The first KEPT of DIM dims of a block of keys in registers, as left operands of products, in parts as wide as the
-    ring's; none if KEPT is 0. A step then reads less of shared memory."""
-    kept = ()
-    if KEPT > 0:
-        WIDTH: gl.constexpr = min(KEPT, ring.width)
-        for part in gl.static_range(KEPT // WIDTH):
-            keys = columns(ring, tile, block * DIM + part * WIDTH, WIDTH)
-            kept = kept + (keys.load(gl.DotOperandLayout(0, layout, 2)),)
+def keep(kept, ring, tile, block: gl.constexpr, DIM: gl.constexpr, KEPT: gl.constexpr, layout: gl.constexpr):
+    """These and the first KEPT of DIM dims of a block of keys in registers, as left operands of products, in parts as
+    wide as the ring's: a step then reads less of shared memory."""
+    WIDTH: gl.constexpr = min(KEPT, ring.width)
+    for part in gl.static_range(parts_of(ring.width, KEPT)):
+        keys = columns(ring, tile, block * DIM + part * WIDTH, WIDTH)
+        kept = kept + (keys.load(gl.DotOperandLayout(0, layout, 2)),)
     return kept
 
 
