@@ -96,7 +96,7 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k and v, of tensors without a `refusal`; dK and dV are the same bits in every run, and
-    dQ of a deterministic spec or above 128 dims."""
+    dQ of a deterministic spec or where it has a kernel of its own."""
     if dout is None:
         dout = torch.zeros_like(out)
     elif refusal(dout) is not None:

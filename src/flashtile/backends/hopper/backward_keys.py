@@ -1,5 +1,5 @@
-"""dK and dV of the backward pass (Algorithm 2) for head dims above 128. dQ has a kernel of its own,
-backward_queries.py, which runs before this one and leaves it shifts and deltas.
+"""dK and dV of the backward pass (Algorithm 2) where dQ has a kernel of its own: backward_queries.py, which runs before
+this one and leaves it shifts and deltas.
 
 A tile is 64 keys, whose dK and dV fill the registers of a warpgroup each. The first computes P and dV, the second dS
 and dK; P goes from the first to the second through shared memory. P is computed under dP, dS under dV.

@@ -1,4 +1,4 @@
-"""From a spec and tensors to gradients up to 128 dims: the backward pass's kernels, launched."""
+"""From a spec and tensors to gradients where one kernel computes all three: those of the backward pass, launched."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""dQ of the backward pass (Algorithm 2) for head dims above 128: a tile is 128 queries, whose dQ stays in registers.
+"""dQ of the backward pass (Algorithm 2) in a kernel of its own, for head dims above 128, and 128 where queries see few
+keys: a tile is 128 queries, whose dQ stays in registers.
 
-Added up over tiles of keys, as up to 128 dims (backward.py), dQ of 256 dims would take as many bytes of the L2 cache
-as all that is loaded. Here S and P are computed a second time instead: seven products, not five, but nothing is added
-up in memory, set to zero or converted, and sums have the same order in every run.
+Added up over tiles of keys, as in backward.py, dQ of 256 dims would take as many bytes of the L2 cache as all that is
+loaded. Here S and P are computed a second time instead: seven products, not five, but nothing is added up in memory,
+set to zero or converted, and sums have the same order in every run.
 
 A persistent program per multiprocessor walks the tiles of its schedule. One warp loads by TMA; two warpgroups compute
 64 rows each, and take turns on the matrix units: dQ of a block of keys is issued with S and dP of the next, and P and

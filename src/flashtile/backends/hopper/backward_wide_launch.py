@@ -1,4 +1,4 @@
-"""From a spec and tensors to gradients above 128 dims: the kernels of queries and of keys, launched."""
+"""From a spec and tensors to gradients where dQ has a kernel of its own: those of queries and of keys, launched."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ Tile = tuple[int, int]
 
 
 class Piece(NamedTuple):
-    """Some blocks of a tile of the backward pass, what one program has of a tile that several share: of queries, of a
-    tile of keys, or the other way round."""
+    """Some blocks of a tile, what one program has of a tile that several share: of keys, of a tile of queries, or the
+    other way round."""
 
     tile: Tile
     first: int
@@ -131,8 +131,8 @@ def tile_costs(spec: AttentionSpec, keys: int, tile_m: int) -> list[float]:
 
 
 def backward_head_bytes(spec: AttentionSpec) -> int:
-    """What the tiles of a key head read, and add to, in the backward pass. Above 128 dims, where they add to nothing,
-    the same: sections of heads are as they were timed."""
+    """What the tiles of a key head read, and add to, in the backward pass. Where dQ has a kernel of its own, and they
+    add to nothing, the same: sections of heads by what they read alone are no faster."""
     row_bytes = (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     return spec.seqlen_k * row_bytes + spec.group * spec.seqlen_q * (row_bytes + 4 * spec.head_dim)
 
