@@ -123,15 +123,14 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     scalars = launch.scalars(spec, tiles, rounds=100)
     return _compile_gluon(
         kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32", "pieces_ptr": "*fp32"}, "*i64",
-        scalars,
-        tiles.earlier_ptxas,
+        scalars, tiles.earlier_ptxas,
     )  # fmt: skip
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
     """Compiles the main kernels of what a backward call on Hopper would run: one, or that of the keys and that of the
     queries."""
-    from flashtile.backends.hopper import backward_launch, backward_wide_launch, config
+    from flashtile.backends.hopper import backward_apart_launch, backward_launch, config
     from flashtile.backends.hopper.backward import backward_kernel
     from flashtile.backends.hopper.backward_keys import keys_kernel
     from flashtile.backends.hopper.backward_queries import queries_kernel
@@ -142,21 +141,18 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
     if tiles.dq_apart:
         queries = config.choose_queries(spec)
         dout = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, device="meta")
-        of_queries = backward_wide_launch.query_scalars(spec, queries, 100, dout, None)
-        element = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[spec.dtype]
+        of_queries = backward_apart_launch.query_scalars(spec, queries, 100, dout, None)
+        element, pieces = POINTERS[spec.dtype], {"pieces_ptr": "*fp32"}
         numbers = {"out_ptr": element, "dout_ptr": element, "lse_ptr": "*fp32", "dlse_ptr": None, "rows_ptr": "*fp32"}
-        numbers["pieces_ptr"] = "*fp32"
-        query_boxes = backward_wide_launch.query_boxes(queries)
+        numbers |= pieces
+        query_boxes = backward_apart_launch.query_boxes(queries)
         return [
-            _compile_gluon(
-                keys_kernel, spec, boxes, others | {"pieces_ptr": "*fp32"}, "*i32", scalars, tiles.earlier_ptxas
-            ),
+            _compile_gluon(keys_kernel, spec, boxes, others | pieces, "*i32", scalars, tiles.earlier_ptxas),
             _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries, queries.earlier_ptxas),
         ]
     sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"
     counted = ("*i32", "*i16") if spec.deterministic else (None, None)
-    element = {torch.float16: "*fp16", torch.bfloat16: "*bf16"}[spec.dtype]
-    others |= {"sums_desc": sums, "pieces_ptr": element, "added_ptr": counted[0], "ranks_ptr": counted[1]}
+    others |= {"sums_desc": sums, "pieces_ptr": POINTERS[spec.dtype], "added_ptr": counted[0], "ranks_ptr": counted[1]}
     return [_compile_gluon(backward_kernel, spec, boxes, others, "*i32", scalars, tiles.earlier_ptxas)]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashtile import env
+from flashtile.backends.hopper import schedule
 
 INTERPRETED = env.triton_interpret()
 hypothesis.settings.register_profile("flashtile", deadline=None, max_examples=40)
@@ -28,6 +29,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_hopper)
         if bool(item.get_closest_marker("interpreter")) != INTERPRETED:
             item.add_marker(other_process)
+
+
+@pytest.fixture
+def shared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of the Hopper backend share out the last round of tiles however little that saves."""
+    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
+    monkeypatch.setattr(schedule, "PIECES_COST", 0)
 
 
 @pytest.fixture(autouse=True)

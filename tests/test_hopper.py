@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from dataclasses import replace
-from itertools import groupby, pairwise, zip_longest
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -89,7 +89,7 @@ def test_programs_share_out_the_last_round_of_tiles(seqlen_q, seqlen_k, batch, h
     assert sorted(done) == sorted((tile, 0, blocks) for program in lists for tile in program)
     steps = [
         len(mine) * blocks + sum(end - first for *_, first, end in shared)
-        for mine, shared in zip_longest(tiles, pieces, fillvalue=[])
+        for mine, shared in zip(tiles, pieces, strict=True)
     ]
     assert max(steps) <= max(map(len, lists)) * blocks
     assert len(tiles) <= PROGRAMS

@@ -11,7 +11,7 @@ import torch
 from cases import BF16, HALF, spec, takes
 
 from flashtile.backends import hopper, reference
-from flashtile.backends.hopper import backward_launch, backward_wide_launch, config, launch, schedule
+from flashtile.backends.hopper import backward_apart_launch, backward_launch, config, launch
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -58,7 +58,7 @@ def backward_on_cpu(
     rows[0, :, :, : case.seqlen_q] = torch.where(lse == float("-inf"), lse, -lse / case.score_factors[0])
     rows[1, :, :, : case.seqlen_q] = dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2)
     if tiles.dq_apart:
-        return wide_backward_on_cpu(case, tiles, inputs, (out, lse, rows), programs)
+        return apart_backward_on_cpu(case, tiles, inputs, (out, lse, rows), programs)
     sums = torch.zeros(case.batch * case.heads_q * padded * tiles.head_dim)
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     matrices = (q, dout, k, v, dk, dv)
@@ -93,8 +93,8 @@ def described(matrices, boxes):
     return [gluon_on_cpu.Descriptor(x, [1, *box]) for x, box in zip(matrices, boxes, strict=True)]
 
 
-def wide_backward_on_cpu(case, tiles, inputs, given, programs):
-    """What backward_wide_launch does; given: out, lse and the rows that are to be found."""
+def apart_backward_on_cpu(case, tiles, inputs, given, programs):
+    """What backward_apart_launch does; given: out, lse and the rows that are to be found."""
     q, k, v, dout, dlse = inputs
     out, lse, expected_rows = given
     dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
@@ -102,12 +102,12 @@ def wide_backward_on_cpu(case, tiles, inputs, given, programs):
     rows = torch.full_like(expected_rows, float("nan"))
     of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
     queries = config.choose_queries(case)
-    of = backward_wide_launch.query_shares(case, queries, programs)
+    of = backward_apart_launch.query_shares(case, queries, programs)
     pieces = torch.full((sum(map(len, of.pieces)), queries.rows, queries.head_dim), float("nan"))
     table = launch.entries(of)
-    scalars = backward_wide_launch.query_scalars(case, queries, table.shape[1], dout, dlse)
+    scalars = backward_apart_launch.query_scalars(case, queries, table.shape[1], dout, dlse)
     numbers = (pointer(x.flatten()) for x in (out, dout, lse, dlse))
-    of_queries = described((q, dout, k, v, dq), backward_wide_launch.query_boxes(queries))
+    of_queries = described((q, dout, k, v, dq), backward_apart_launch.query_boxes(queries))
     arguments = (
         *of_queries,
         *numbers,
@@ -169,10 +169,9 @@ SHARED = {
 }
 
 
+@pytest.mark.usefixtures("shared_at_once")
 @pytest.mark.parametrize("name", SHARED)
-def test_gradients_are_right_where_programs_share_tiles(name, monkeypatch):
-    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
-    monkeypatch.setattr(schedule, "PIECES_COST", 0)
+def test_gradients_are_right_where_programs_share_tiles(name):
     case, programs = SHARED[name]
     tiles = config.choose_backward(case)
     assert sum(map(len, backward_launch.ordered(case, tiles, programs).pieces)) >= 3
@@ -181,23 +180,21 @@ def test_gradients_are_right_where_programs_share_tiles(name, monkeypatch):
 
 
 @pytest.mark.interpreter
+@pytest.mark.usefixtures("shared_at_once")
 @pytest.mark.parametrize("name", SHARED)
-def test_pieces_of_tiles_are_added_up(name, monkeypatch):
-    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
-    monkeypatch.setattr(schedule, "PIECES_COST", 0)
+def test_pieces_of_tiles_are_added_up(name):
     case, programs = SHARED[name]
-    monkeypatch.setattr(backward_launch, "programs_on", lambda _device: programs)
     tiles = config.choose_backward(case)
     of = backward_launch.ordered(case, tiles, programs)
     q, k, v, *_ = make_inputs(case)
     pieces = torch.randn(sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim)
-    dq = torch.empty_like(q)
-    held = pieces.flatten() if tiles.dq_apart else dq.view(-1).view(torch.float32)
-    held[: pieces.numel()] = pieces.flatten()
+    held = pieces
+    if not tiles.dq_apart:  # in the memory of dq
+        held = torch.empty_like(q)
+        held.view(-1).view(torch.float32)[: pieces.numel()] = pieces.flatten()
     found = torch.zeros_like(k).transpose(1, 2).contiguous().transpose(1, 2), torch.zeros_like(v)
     expected = torch.zeros_like(k), torch.zeros_like(v)
-    held = held if tiles.dq_apart else dq
-    backward_launch.ADD.prepare(case, (held, *found))(0, held, *found)
+    backward_launch.ADD.prepare(case, (held, *found), of)(0, held, *found)
     add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), *expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -226,12 +223,13 @@ def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(monkeypatch
     prepared, given = [], {}
     for name in ("BEGIN", "MAIN", "ADD", "FINISH"):
 
-        def prepare(spec, tensors, name=name):
+        def prepare(spec, tensors, *_, name=name):
             prepared.append((name, len(tensors)))
             return lambda stream, *tensors: given.update({name: [id(x) for x in tensors]})
 
         monkeypatch.setattr(getattr(backward_launch, name), "prepare", prepare)
     monkeypatch.setattr(backward_launch, "BACKWARD", backward_launch.BackwardPass())
+    monkeypatch.setattr(backward_launch, "programs_on", lambda _device: 132)
     case = CASES["causal"]
     q, k, v, dout, _ = make_inputs(case)
     out, lse = torch.empty_like(q), torch.empty(case.batch, case.heads_q, case.seqlen_q)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import BF16, HALF, spec
 
-from flashtile.backends.hopper import config, launch, schedule
+from flashtile.backends.hopper import config, launch
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -93,10 +93,9 @@ SHARED = {
 }
 
 
+@pytest.mark.usefixtures("shared_at_once")
 @pytest.mark.parametrize("name", SHARED)
-def test_out_and_lse_are_right_where_programs_share_tiles(name, monkeypatch):
-    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
-    monkeypatch.setattr(schedule, "PIECES_COST", 0)
+def test_out_and_lse_are_right_where_programs_share_tiles(name):
     case, programs = SHARED[name]
     tiles = config.choose(case)
     assert sum(map(len, launch.shares(case, tiles, programs).pieces)) >= 3
@@ -106,10 +105,9 @@ def test_out_and_lse_are_right_where_programs_share_tiles(name, monkeypatch):
 
 
 @pytest.mark.interpreter
+@pytest.mark.usefixtures("shared_at_once")
 @pytest.mark.parametrize("name", SHARED)
-def test_pieces_of_tiles_are_merged(name, monkeypatch):
-    monkeypatch.setattr(schedule, "PIECE_STEPS", 1)
-    monkeypatch.setattr(schedule, "PIECES_COST", 0)
+def test_pieces_of_tiles_are_merged(name):
     case, programs = SHARED[name]
     tiles = config.choose(case)
     of = launch.shares(case, tiles, programs)

@@ -32,8 +32,8 @@ _INSTALLED = _triton_is_new_enough()
 
 if _INSTALLED:
     from ..launcher import Launcher, backward_pass, backward_pass_like
+    from .backward_apart_launch import APART_BACKWARD
     from .backward_launch import BACKWARD
-    from .backward_wide_launch import WIDE_BACKWARD
     from .launch import forward, forward_like, programs_on, shares
 
 __all__ = [
@@ -112,7 +112,7 @@ def backward_like(spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None,
 
 
 def _launcher(spec: AttentionSpec) -> Launcher:
-    return WIDE_BACKWARD if choose_backward(spec).dq_apart else BACKWARD
+    return APART_BACKWARD if choose_backward(spec).dq_apart else BACKWARD
 
 
 def refusal(*tensors: Tensor) -> str | None:

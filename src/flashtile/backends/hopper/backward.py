@@ -234,13 +234,10 @@ def compute_loop(
                 position += 1
         v_ring.release(tile)
         # line 18
-        if p.PIECES:
-            piece = gl.load(entry + PIECE)
-            if piece > 0:
-                store_piece(pieces_ptr, piece - 1, dv, warpgroup * KEYS, 0, WARPGROUPS * KEYS, 2 * DIM)
-                store_piece(pieces_ptr, piece - 1, dk, warpgroup * KEYS, DIM, WARPGROUPS * KEYS, 2 * DIM)
-            else:
-                store_keys(p, warpgroup, dk_desc, dv_desc, dk, dv, entry, dq_ring, position - 1)
+        piece = gl.load(entry + PIECE) if p.PIECES else 0
+        if p.PIECES and piece > 0:
+            store_piece(pieces_ptr, piece - 1, dv, warpgroup * KEYS, 0, WARPGROUPS * KEYS, 2 * DIM)
+            store_piece(pieces_ptr, piece - 1, dk, warpgroup * KEYS, DIM, WARPGROUPS * KEYS, 2 * DIM)
         else:
             store_keys(p, warpgroup, dk_desc, dv_desc, dk, dv, entry, dq_ring, position - 1)
         tile += 1

@@ -51,13 +51,10 @@ def store_keys(p, desc, own_ring, other_ring, tile, sums, scale, entry, pieces_p
         ring = other_ring
         meet(0, 256)
     batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
-    if p.PIECES:
-        piece = gl.load(entry + PIECE)
-        if piece > 0:
-            WIDTH: gl.constexpr = width_of_slot(own_ring) + width_of_slot(other_ring)
-            store_piece(pieces_ptr, piece - 1, sums, 0, first, KEYS, WIDTH)
-        else:
-            store_slot(desc, ring, tile, sums, scale, batch, key, head_k)
+    piece = gl.load(entry + PIECE) if p.PIECES else 0
+    if p.PIECES and piece > 0:
+        WIDTH: gl.constexpr = width_of_slot(own_ring) + width_of_slot(other_ring)
+        store_piece(pieces_ptr, piece - 1, sums, 0, first, KEYS, WIDTH)
     else:
         store_slot(desc, ring, tile, sums, scale, batch, key, head_k)
     ring.release(tile)

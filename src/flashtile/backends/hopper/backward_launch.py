@@ -16,14 +16,15 @@ from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from . import config, ptxas
 from .backward import backward_kernel
+from .backward_pieces import add_kernel
 from .backward_problem import END, FIELDS, FIRST, PIECE, TURN
-from .backward_rows import add_kernel, begin_kernel, finish_kernel
+from .backward_rows import begin_kernel, finish_kernel
 from .backward_sums import SUMS_WIDTH
 from .launch import LOG2E, OPTIONS, Box, describe, programs_on, shared_tiles
 from .order import Order, order
 from .schedule import backward_schedule, tile_fields, turn_of, with_pieces
 
-ADDED_NUMBERS = 1024  # of a tile in pieces, by a program that adds them up
+ADDED_NUMBERS = 1024  # of a tile in pieces, by a program that adds them up; an estimate
 
 
 def row_blocks(spec: AttentionSpec, tiles: config.BackwardTiles) -> int:
@@ -84,11 +85,10 @@ def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor
     width = FIELDS.value
     padding = [0] * (width - 2 - len(fields[0]))
     of_place = [field + padding for field in fields]
-    pieces = of.pieces + [[]] * (len(of.lists) - len(of.pieces))
-    rounds = max(len(tiles_of) + len(pieces_of) for tiles_of, pieces_of in zip(of.lists, pieces, strict=True))
+    rounds = max(len(tiles_of) + len(pieces_of) for tiles_of, pieces_of in zip(of.lists, of.pieces, strict=True))
     found = torch.zeros(len(of.lists), 1 + rounds, width, dtype=torch.int32)
     n_pieces = 0
-    for program, (tiles_of, pieces_of) in enumerate(zip(of.lists, pieces, strict=True)):
+    for program, (tiles_of, pieces_of) in enumerate(zip(of.lists, of.pieces, strict=True)):
         all_of = [*tiles_of, *(piece.tile for piece in pieces_of)]
         rows = [[*divmod(head, spec.heads_k), *of_place[place]] for head, place in all_of]
         for row, piece in zip(rows[len(tiles_of) :], pieces_of, strict=True):
@@ -141,10 +141,9 @@ class BackwardKernel:
     """`backward_kernel`: from q, dout, k, v to dk, dv, and pieces of them; it reads rows, adds to sums and, where these
     have an order, counts in added."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch:
         matrices, (rows, sums, pieces, *added) = tensors[:6], tensors[6:]
         tiles = config.choose_backward(spec)
-        of = ordered(spec, tiles, programs_on(rows.device))
         tiles_of = table(spec, tiles, of).to(rows.device)
         counted = (None, None) if of.ranks is None else (*added, of.ranks.to(rows.device))
         described = (
@@ -196,10 +195,10 @@ def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tenso
 class PiecesKernel:
     """`add_kernel`: from pieces to dk and dv."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch:
         pieces, dk, dv = tensors
         tiles = config.choose_backward(spec)
-        shared = shared_tiles(spec.heads_k, tiles.keys, in_any_order(spec, tiles, programs_on(dk.device)).pieces)
+        shared = shared_tiles(spec.heads_k, tiles.keys, of.pieces)
         return prepare_sums(spec, pieces, dk, dv, shared, tiles.keys, (tiles.head_dim, tiles.head_dim_v))
 
 
@@ -228,9 +227,10 @@ class BackwardPass(Launcher):
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         held = scratch()
         begin = BEGIN.prepare(spec, (out, dout, lse, dlse, *held))
+        of = ordered(spec, tiles, programs_on(device))
         # the memory of dq holds the pieces until dq is written
-        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, *held[:2], dq, *held[2:]))
-        add = None if spec.deterministic else ADD.prepare(spec, (dq, dk, dv))
+        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, *held[:2], dq, *held[2:]), of)
+        add = ADD.prepare(spec, (dq, dk, dv), of)
         finish = FINISH.prepare(spec, (dq, held[1]))
 
         def launch(
@@ -240,8 +240,7 @@ class BackwardPass(Launcher):
             held = scratch()
             begin(stream, out, dout, lse, dlse, *held)
             main(stream, q, dout, k, v, dk, dv, *held[:2], dq, *held[2:])
-            if add is not None:
-                add(stream, dq, dk, dv)
+            add(stream, dq, dk, dv)
             finish(stream, dq, held[1])
 
         return launch

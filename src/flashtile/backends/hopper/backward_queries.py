@@ -259,11 +259,8 @@ def compute_loop(
         dq = add_product(dq, unpack(ds, DTYPE, p_layout), k_ring, position - 1, True)
         dq = product_wait(dq)
         k_ring.release(position - 1)
-        if p.PIECES:
-            if piece > 0:
-                store_piece(pieces_ptr, piece - 1, dq, warpgroup * p.TILE_M, 0, p.WARPGROUPS * p.TILE_M, DIM)
-            else:
-                store_slot(dq_desc, out_ring, q_position, dq, softmax_scale, batch, row, head)
+        if p.PIECES and piece > 0:
+            store_piece(pieces_ptr, piece - 1, dq, warpgroup * p.TILE_M, 0, p.WARPGROUPS * p.TILE_M, DIM)
         else:
             store_slot(dq_desc, out_ring, q_position, dq, softmax_scale, batch, row, head)
         out_ring.release(q_position)

@@ -192,8 +192,8 @@ take longer to read dS from shared memory, for dQ, than to compute. S = 512 full
 KEYS_D128 = BackwardTiles(
     128, 128, stages=4, key_stages=2, value_stages=2, k_kept=128, v_kept=128, earlier_ptxas=True, dq_apart=True
 )
-"""For queries that see few keys: dQ's sums are neither set to zero nor converted, which costs as much as a third of
-S = 512. There +8 % causal, hot +2 %, on an H200; S = 512 full -10 %, 1k causal -7 %; D 64 -14 % causal."""
+"""For queries that see few keys: no kernels before and after, which take a third of the time at S = 512 causal. There
++7 to +8 %, hot +2 % on an H200; S = 512 full -10 %, 1k causal -7 %; D 64 at 512 causal -14 %."""
 KEYS_D192_DV128 = BackwardTiles(
     192, 128, stages=2, key_stages=2, value_stages=2, parts=3, k_kept=192, v_kept=128, earlier_ptxas=True, dq_apart=True
 )

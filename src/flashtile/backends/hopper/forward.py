@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import add_rings, anew, load_slot, make_ring
+from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
 from .tile import (
     add_product,
@@ -28,7 +29,6 @@ from .tile import (
     exp2_of_fma,
     halves,
     keep_apart,
-    log2,
     matrix,
     meet,
     no_sums,
@@ -36,17 +36,12 @@ from .tile import (
     pass_turn,
     product_wait,
     row_sums_by_lane,
-    store_matrix,
-    store_rows,
+    scaled,
     take_turn,
     tanh,
     unpack,
     whole,
 )
-
-LN2 = gl.constexpr(0.6931471805599453)
-LEAST = gl.constexpr(2.0**-100)  # Row sums between these can do without a running maximum: they, and the products
-MOST = gl.constexpr(2.0**100)  # they are sums of, are far from what float32 cannot hold.
 
 
 @gluon.jit
@@ -157,15 +152,6 @@ def add_values(o, probs, v_ring, position, has):
     return add_product(o, probs, v_ring, position, has)
 
 
-@gluon.jit
-def scaled(o, factors):
-    """O with each row times its factor."""
-    for _ in gl.static_range(len(o)):
-        by_row = gl.convert_layout(factors, gl.SliceLayout(1, o[0].type.layout))[:, None]
-        o = o[1:] + (o[0] * by_row,)
-    return o
-
-
 @gluon.constexpr_function
 def all_kept(p, q_ring):
     """Whether Q is in registers as a whole, and its slot free from then on."""
@@ -261,65 +247,6 @@ def sit_out(position, ring):
     """A slot of such a block of which this warpgroup needs nothing."""
     ring.await_full(position)
     ring.release(position)
-
-
-@gluon.jit
-def store_tile(p, o, lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout: gl.constexpr):
-    """Line 15: a warpgroup's rows of O, one part after the other through a buffer for one, and of L."""
-    WIDTH: gl.constexpr = out_desc.block_shape[3]
-    if o[0].shape[1] > WIDTH:
-        o = halves(o[0]) + o[1:]
-    for part in gl.static_range(len(o)):
-        store_rows(out_desc, out_buffer, o[part], batch, row, head, part * WIDTH)
-    i = gl.arange(0, p.TILE_M, row_layout)
-    rows = row + i // p.PACK
-    at = (batch * p.heads_q + head + i % p.PACK).to(gl.int64) * p.seqlen_q
-    gl.store(lse_ptr + at + rows, lse, mask=rows < p.seqlen_q)
-
-
-@gluon.jit
-def store_piece(p, warpgroup: gl.constexpr, o, lse, inverse, piece, pieces_ptr, row_layout: gl.constexpr):
-    """The same of a piece of a tile, for `merge_kernel`, in float32: O (rows, Dv), L (rows,) and what O is to be
-    multiplied by (rows,); multiplied for both ways out at once, it would be spilled."""
-    ROWS: gl.constexpr = p.WARPGROUPS * p.TILE_M
-    DIM_V: gl.constexpr = (len(o) - 1) * o[0].shape[1] + o[len(o) - 1].shape[1]
-    pieces_ptr += piece * (ROWS * (DIM_V + 2))
-    for part in gl.static_range(len(o)):
-        store_matrix(pieces_ptr, o[part], warpgroup * p.TILE_M, part * o[0].shape[1], DIM_V)
-    of_rows = pieces_ptr + (ROWS * DIM_V + warpgroup * p.TILE_M + gl.arange(0, p.TILE_M, row_layout))
-    gl.store(of_rows, lse)
-    gl.store(of_rows + ROWS, inverse)
-
-
-@gluon.jit
-def finish(
-    p, warpgroup: gl.constexpr, o, m, l, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr, out_buffer, failures,
-    row_layout: gl.constexpr,
-):  # fmt: skip
-    """Lines 12 to 15: O / l and L = m + log l of a tile, or of a piece of it, stored; rows that see no key give 0 and
-    -inf."""
-    l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
-    if p.STEADY:
-        size = gl.convert_layout(gl.sum(gl.abs(o[0]), axis=1), row_layout)  # not finite, where a number of O is not
-        for part in gl.static_range(1, len(o)):
-            size += gl.convert_layout(gl.sum(gl.abs(o[part]), axis=1), row_layout)
-        fine = (l_row >= LEAST) & (l_row <= MOST) & (size < float("inf"))
-        failed = (fine | (m == float("-inf"))) ^ True
-        failures.store(failures.load(row_layout) | failed.to(gl.int32))
-    empty = l_row == 0.0
-    inverse = 1.0 / gl.where(empty, 1.0, l_row)
-    shift = m * p.unit
-    left = gl.fma(m, p.unit, -shift)  # its rounding, which the scores kept when shift was taken off
-    exponent, rest = log2(l_row)
-    log_l = gl.fma(exponent, LN2, (rest - left) * LN2)
-    lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, log_l))
-    if p.PIECES:
-        if piece > 0:
-            store_piece(p, warpgroup, o, lse, inverse, piece - 1, pieces_ptr, row_layout)
-        else:
-            store_tile(p, scaled(o, inverse), lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)
-    else:
-        store_tile(p, scaled(o, inverse), lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)
 
 
 @gluon.jit

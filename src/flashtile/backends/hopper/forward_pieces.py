@@ -1,7 +1,8 @@
 """What programs leave of tiles that they share in the forward pass, merged, in plain Triton.
 
-Legend: pieces: float32, of each what `store_piece` in forward.py leaves: O (ROWS, DIM_V), lse (ROWS,), and what O is to
-be multiplied by (ROWS,) · shared: (tiles, 5), see `shared_tiles` in launch.py · out (B, Sq, Hq, Dv), lse (B, Hq, Sq).
+Legend: pieces: float32, of each what `store_piece` in forward_epilogue.py leaves: O (ROWS, DIM_V), lse (ROWS,), and
+what O is to be multiplied by (ROWS,) · shared: (tiles, 5), see `shared_tiles` in launch.py · out (B, Sq, Hq, Dv), lse
+(B, Hq, Sq).
 """
 
 import triton

@@ -22,8 +22,7 @@ from .forward_problem import PIECE_BITS, TAIL
 from .schedule import Piece, Tile, schedule, with_pieces
 
 LOG2E = 1.4426950408889634
-MOST_PIECES = 512  # in memory, of a call
-MERGED_ROWS = 4  # of a tile, by a program that merges its pieces
+MERGED_ROWS = 4  # of a tile, by a program that merges its pieces; an estimate
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
 
 
@@ -45,7 +44,7 @@ def describe(x: Tensor, box: Box) -> TensorDescriptor:
 
 
 class Shares(NamedTuple):
-    """The tiles of every program, and what the first programs have of tiles that they share."""
+    """The tiles of every program, and what they have of tiles that they share."""
 
     lists: list[list[Tile]]
     pieces: list[list[Piece]]
@@ -59,17 +58,16 @@ def shares(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Shares:
     blocks = -(-spec.seqlen_k // tiles.tile_n)
     if tiles.tails and blocks > 1 and (spec.seqlen_k - 1) % tiles.tile_n < TAIL.value:
         blocks -= 1  # the keys past it come with the last
-    return Shares(*with_pieces(spec, lists, blocks, 1, programs, MOST_PIECES))
+    return Shares(*with_pieces(spec, lists, blocks, 1, programs))
 
 
 def entries(of: Shares) -> Tensor:
     """(programs, 2 * rounds) int64: how many tiles a program has, then head << 32 | m_block of each, with the sign if
     it is a piece. In the second half, of a piece, which it is, from 1 on, its first key block and its end."""
-    pieces = of.pieces + [[]] * (len(of.lists) - len(of.pieces))
-    rounds = 2 + max(len(tiles) + len(mine) for tiles, mine in zip(of.lists, pieces, strict=True))
+    rounds = 2 + max(len(tiles) + len(mine) for tiles, mine in zip(of.lists, of.pieces, strict=True))
     found = torch.zeros(len(of.lists), 2, rounds, dtype=torch.int64)  # a program reads one entry past its last
     n_pieces = 0
-    for program, (tiles, mine) in enumerate(zip(of.lists, pieces, strict=True)):
+    for program, (tiles, mine) in enumerate(zip(of.lists, of.pieces, strict=True)):
         row = [head << 32 | m_block for head, m_block in tiles]
         for i, piece in enumerate(mine, 1 + len(tiles)):
             n_pieces += 1
@@ -114,7 +112,7 @@ class ForwardKernel(Launcher):
         arguments = (*descriptors, lse, pieces, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
             main = prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors) + 1, options)
-        if not of.pieces:
+        if not n_numbers:
             return lambda stream, *tensors: main(stream, *tensors, pieces)
         merge = prepare_merge(spec, tiles, of, pieces, tensors[3], lse)
 

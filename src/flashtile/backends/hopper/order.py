@@ -42,7 +42,7 @@ class Order(NamedTuple):
     lists: list[list[Tile]]  # the tiles of every program: key heads and places in `turns`
     turns: list[int]  # of the tiles of a head, for each way to go through it
     ranks: Tensor | None  # (len(turns), group * row_blocks) int16: how many add before, step by step of each tile
-    pieces: list[list[Piece]]  # what the first programs have of tiles that they share
+    pieces: list[list[Piece]]  # what programs have of tiles that they share
 
 
 class Team(NamedTuple):
@@ -143,7 +143,7 @@ def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
     ranks = torch.zeros(len(turns) + 1, when.shape[2], dtype=torch.int16)  # the step after the last is looked up too
     for place, visited in enumerate(steps_of):
         ranks[place, : len(visited)] = by_block[place, visited.long()]
-    return Order(lists, turns, ranks, [])
+    return Order(lists, turns, ranks, [[] for _ in lists])
 
 
 def refuses(spec: AttentionSpec, tiles: BackwardTiles) -> str | None:

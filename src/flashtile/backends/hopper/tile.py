@@ -133,6 +133,15 @@ def store_rows(desc, buffer, x, batch, row, head, col):
 
 
 @gluon.jit
+def scaled(o, factors):
+    """O with each row times its factor."""
+    for _ in gl.static_range(len(o)):
+        by_row = gl.convert_layout(factors, gl.SliceLayout(1, o[0].type.layout))[:, None]
+        o = o[1:] + (o[0] * by_row,)
+    return o
+
+
+@gluon.jit
 def store_matrix(ptr, x, row, column, stride):
     """x, from a row and a column of a matrix on."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))

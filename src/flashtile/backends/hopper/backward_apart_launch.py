@@ -22,6 +22,7 @@ from .backward_launch import (
 )
 from .backward_queries import queries_kernel
 from .launch import LOG2E, OPTIONS, Box, Shares, describe, entries, programs_on, shared_tiles
+from .order import Order
 from .schedule import schedule, with_pieces
 
 
@@ -62,39 +63,38 @@ def query_scalars(
     )  # fmt: skip
 
 
-def prepare_queries(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+def prepare_queries(spec: AttentionSpec, tensors: tuple, of: Shares) -> StreamLaunch:
     """`queries_kernel`: from q, dout, k, v to dq, and pieces of it, and from out, dout, lse and dlse to rows."""
     matrices, (_, dout, _, dlse, rows, _) = tensors[:5], tensors[5:]
     tiles = config.choose_queries(spec)
-    tiles_of = entries(query_shares(spec, tiles, programs_on(rows.device))).to(rows.device)
+    tiles_of = entries(of).to(rows.device)
     described = map(describe, matrices, query_boxes(tiles))
     arguments = (*described, *tensors[5:], tiles_of, *query_scalars(spec, tiles, tiles_of.shape[1], dout, dlse))
     with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
         return prepared(queries_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
-def prepare_keys(spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+def prepare_keys(spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch:
     """`keys_kernel`: from q, dout, k, v to dk, dv, and pieces of them; it reads rows."""
     *matrices, rows, pieces = tensors
     tiles = config.choose_backward(spec)
-    tiles_of = table(spec, tiles, ordered(spec, tiles, programs_on(rows.device))).to(rows.device)
+    tiles_of = table(spec, tiles, of).to(rows.device)
     described = (*map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), pieces)
     arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
     with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
         return prepared(keys_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
-class WideBackwardPass(Launcher):
+class ApartBackwardPass(Launcher):
     """All, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         tiles = config.choose_backward(spec)
         queries, programs = config.choose_queries(spec), programs_on(q.device)
-        of_dq = query_shares(spec, queries, programs).pieces
-        of_dk = ordered(spec, tiles, programs).pieces
+        of_dq, of_dk = query_shares(spec, queries, programs), ordered(spec, tiles, programs)
         in_pieces = max(
-            sum(map(len, of_dq)) * query_piece_bytes(queries), sum(map(len, of_dk)) * piece_bytes(tiles)
+            sum(map(len, of_dq.pieces)) * query_piece_bytes(queries), sum(map(len, of_dk.pieces)) * piece_bytes(tiles)
         )  # fmt: skip
         sizes = 2 * spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m, in_pieces // 4
 
@@ -103,11 +103,11 @@ class WideBackwardPass(Launcher):
             return [torch.empty_strided((n,), (1,), dtype=torch.float32, device=q.device) for n in sizes]
 
         rows, pieces = scratch()
-        of_queries = prepare_queries(spec, (q, dout, k, v, dq, out, dout, lse, dlse, rows, pieces))
-        shared = shared_tiles(spec.heads_q, queries.rows, of_dq)
+        of_queries = prepare_queries(spec, (q, dout, k, v, dq, out, dout, lse, dlse, rows, pieces), of_dq)
+        shared = shared_tiles(spec.heads_q, queries.rows, of_dq.pieces)
         add_dq = prepare_sums(spec, pieces, dq, None, shared, queries.rows, (queries.head_dim, 0))
-        of_keys = prepare_keys(spec, (q, dout, k, v, dk, dv, rows, pieces))
-        add = ADD.prepare(spec, (pieces, dk, dv))
+        of_keys = prepare_keys(spec, (q, dout, k, v, dk, dv, rows, pieces), of_dk)
+        add = ADD.prepare(spec, (pieces, dk, dv), of_dk)
 
         def launch(
             stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -122,4 +122,4 @@ class WideBackwardPass(Launcher):
         return launch
 
 
-WIDE_BACKWARD = WideBackwardPass()
+APART_BACKWARD = ApartBackwardPass()
