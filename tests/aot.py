@@ -151,8 +151,8 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
             _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries, queries.earlier_ptxas),
         ]
     sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"
-    counted = ("*i32", "*i16") if spec.deterministic else (None, None)
-    others |= {"sums_desc": sums, "pieces_ptr": POINTERS[spec.dtype], "added_ptr": counted[0], "ranks_ptr": counted[1]}
+    ranks = "*i16" if spec.deterministic else None
+    others |= {"sums_desc": sums, "pieces_ptr": POINTERS[spec.dtype], "added_ptr": "*i32", "ranks_ptr": ranks}
     return [_compile_gluon(backward_kernel, spec, boxes, others, "*i32", scalars, tiles.earlier_ptxas)]
 
 

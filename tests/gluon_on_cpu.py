@@ -346,6 +346,21 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
         named.arrive(HERE.threads, 0)
         if text.startswith("bar.sync"):
             wait_until(lambda: named.phase != phase)
+    elif "cas.b32" in text:
+        pointer, written = arguments
+        with LOCK:
+            mine = int(pointer.tensor[pointer.at]) == 0
+            if mine:
+                pointer.tensor[pointer.at] = 1
+        wait_until(lambda: mine or pointer.tensor[pointer.at] == written)
+        return int(mine)
+    elif "st.release" in text:
+        pointer, written = arguments
+        with LOCK:
+            pointer.tensor[pointer.at] = written
+            LOCK.notify_all()
+    elif text.startswith("ld.acquire"):
+        return int(arguments[0].tensor[arguments[0].at])
     elif "ld.acquire" in text:
         pointer, count = arguments
         wait_until(lambda: pointer.tensor[pointer.at] == count)

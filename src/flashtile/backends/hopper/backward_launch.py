@@ -138,21 +138,21 @@ def describe_rows(rows: Tensor, tiles: config.BackwardTiles) -> TensorDescriptor
 
 
 class BackwardKernel:
-    """`backward_kernel`: from q, dout, k, v to dk, dv, and pieces of them; it reads rows, adds to sums and, where these
-    have an order, counts in added."""
+    """`backward_kernel`: from q, dout, k, v to dk, dv, and pieces of them; it reads rows, adds to sums and says in
+    added what is there."""
 
     def prepare(self, spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch:
-        matrices, (rows, sums, pieces, *added) = tensors[:6], tensors[6:]
+        matrices, (rows, sums, pieces, added) = tensors[:6], tensors[6:]
         tiles = config.choose_backward(spec)
         tiles_of = table(spec, tiles, of).to(rows.device)
-        counted = (None, None) if of.ranks is None else (*added, of.ranks.to(rows.device))
+        ranks = None if of.ranks is None else of.ranks.to(rows.device)
         described = (
             *map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), describe_sums(sums, tiles), pieces,
-            *counted,
+            added, ranks,
         )  # fmt: skip
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
-        options = OPTIONS | {"launch_cooperative_grid": True} if added else OPTIONS
+        options = OPTIONS | {"launch_cooperative_grid": True} if spec.deterministic else OPTIONS
         with ptxas.earlier_ptxas(options, tiles.earlier_ptxas) as options:
             return prepared(backward_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
@@ -173,18 +173,17 @@ class RowsKernel:
 
 def begin_arguments(
     spec: AttentionSpec, tiles: config.BackwardTiles, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None,
-    rows: Tensor, sums: Tensor, *added: Tensor,
+    rows: Tensor, added: Tensor,
 ) -> tuple:  # fmt: skip
     """The arguments of `begin_kernel` after the tensors."""
     return (
-        *(() if added else (None,)), *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
+        *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
         spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.batch * spec.heads_q, spec.score_factors[0],
         spec.head_dim_v, triton.next_power_of_2(tiles.head_dim_v), tiles.tile_m,
-        tiles.head_dim // tiles.parts, tiles.parts,
     )  # fmt: skip
 
 
-def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tensor, sums: Tensor) -> tuple:
+def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tensor, *_: Tensor) -> tuple:
     """The arguments of `finish_kernel` after the tensors."""
     return (
         *dq.stride()[:3], spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.softmax_scale,
@@ -216,32 +215,33 @@ class BackwardPass(Launcher):
         tiles = config.choose_backward(spec)
         device, n_rows = tensors[-1].device, spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
 
-        sizes = [(2 * n_rows, torch.float32), (n_rows * tiles.head_dim, torch.float32)]
-        if spec.deterministic:
-            sizes.append((2 * n_rows // tiles.tile_m, torch.int32))
+        sizes = [
+            (2 * n_rows, torch.float32), (n_rows * tiles.head_dim, torch.float32),
+            (2 * n_rows // tiles.tile_m, torch.int32),
+        ]  # fmt: skip
 
         def scratch() -> list[Tensor]:
-            """rows, sums and, where these have an order, added."""
+            """rows, sums and added."""
             return [torch.empty_strided((n,), (1,), dtype=dtype, device=device) for n, dtype in sizes]
 
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
-        held = scratch()
-        begin = BEGIN.prepare(spec, (out, dout, lse, dlse, *held))
+        rows, sums, added = scratch()
+        begin = BEGIN.prepare(spec, (out, dout, lse, dlse, rows, added))
         of = ordered(spec, tiles, programs_on(device))
         # the memory of dq holds the pieces until dq is written
-        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, *held[:2], dq, *held[2:]), of)
+        main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, rows, sums, dq, added), of)
         add = ADD.prepare(spec, (dq, dk, dv), of)
-        finish = FINISH.prepare(spec, (dq, held[1]))
+        finish = FINISH.prepare(spec, (dq, sums, added))
 
         def launch(
             stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
-            held = scratch()
-            begin(stream, out, dout, lse, dlse, *held)
-            main(stream, q, dout, k, v, dk, dv, *held[:2], dq, *held[2:])
+            rows, sums, added = scratch()
+            begin(stream, out, dout, lse, dlse, rows, added)
+            main(stream, q, dout, k, v, dk, dv, rows, sums, dq, added)
             add(stream, dq, dk, dv)
-            finish(stream, dq, held[1])
+            finish(stream, dq, sums, added)
 
         return launch
 

@@ -2,8 +2,8 @@
 
 Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
 shifts and the deltas · sums: (B, Hq, row_blocks, PARTS, TILE_M * WIDTH) float32, PARTS parts of the dims of dQ as
-`by_thread` in backward_sums.py orders them · added: (B, Hq, row_blocks, 2) int32, how many tiles have added to each
-half, or None.
+`by_thread` in backward_sums.py orders them · added: (B, Hq, row_blocks, 2) int32, of each half how many tiles have
+added to it, or, in any order, whether it is there: see backward_sums.py.
 """
 
 import triton
@@ -22,12 +22,13 @@ def place(row_blocks, heads_q):
 
 @triton.jit(do_not_specialize=["stride_lb", "stride_lh", "stride_ls", "heads_q", "seqlen_q", "row_blocks", "heads"])
 def begin_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, sums_ptr, added_ptr, stride_ob, stride_os, stride_oh,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, rows_ptr, added_ptr, stride_ob, stride_os, stride_oh,
     stride_lb, stride_lh, stride_ls, heads_q, seqlen_q, row_blocks, heads, natural,
-    DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    DV: tl.constexpr, DIM_V: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """Line 4 and zero for dQ. The deltas, what dP begins with, are dlse - rowsum(dO o O); the shifts, what S begins
-    with, -lse in the units of S: -inf where a row sees no key or is none, so that its P is 0 by itself."""
+    """Line 4, and nothing of dQ is there yet. The deltas, what dP begins with, are dlse - rowsum(dO o O); the shifts,
+    what S begins with, -lse in the units of S: -inf where a row sees no key or is none, so that its P is 0 by itself.
+    """
     index, at, head, batch, block = place(row_blocks, heads_q)
     row = block * TILE_M + tl.arange(0, TILE_M)
     rows = row.to(tl.int64)
@@ -45,27 +46,24 @@ def begin_kernel(
     of_rows = at.to(tl.int64) * row_blocks * TILE_M + rows
     tl.store(rows_ptr + of_rows, shift)
     tl.store(rows_ptr + heads.to(tl.int64) * row_blocks * TILE_M + of_rows, delta)
-    sums_ptr += index.to(tl.int64) * (PARTS * TILE_M * WIDTH)
-    for part in tl.static_range(PARTS):
-        of_part = sums_ptr + part * TILE_M * WIDTH + tl.arange(0, TILE_M * WIDTH)
-        tl.store(of_part, tl.zeros([TILE_M * WIDTH], tl.float32))
-    if added_ptr is not None:
-        tl.store(added_ptr + index * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    tl.store(added_ptr + index * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
 def finish_kernel(
-    dq_ptr, sums_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
+    dq_ptr, sums_ptr, added_ptr, stride_qb, stride_qs, stride_qh, heads_q, seqlen_q, row_blocks, softmax_scale,
     D: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """dQ in the dtype and layout of q, from its sums in the order in which `by_thread` leaves them."""
+    """dQ in the dtype and layout of q, from its sums in the order in which `by_thread` leaves them; 0 where no tile has
+    come by, as none of the queries sees a key."""
     index, _, head, batch, block = place(row_blocks, heads_q)
     sums_ptr += index.to(tl.int64) * (PARTS * TILE_M * WIDTH)
     row = block * TILE_M + tl.arange(0, TILE_M)
+    there = tl.load(added_ptr + index * 2) != 0
     dq_ptr += batch * stride_qb + head * stride_qh
     of_rows = dq_ptr + row.to(tl.int64)[:, None] * stride_qs
     for part in tl.static_range(PARTS):
-        x = tl.load(sums_ptr + part * TILE_M * WIDTH + tl.arange(0, TILE_M * WIDTH))
+        x = tl.load(sums_ptr + part * TILE_M * WIDTH + tl.arange(0, TILE_M * WIDTH), there, 0.0)
         # of the queries 64, eight, warp, lane // 4, lane % 4, half of 16 rows, parity
         x = x.reshape([TILE_M // 64, WIDTH // 8, 4, 8, 4, 2, 2])
         # to rows: (64, warp, half, lane // 4), columns: (eight, lane % 4, parity)

@@ -9,10 +9,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .backward_problem import BATCH, END, FIELDS, FIRST, HEAD_K, RANKS, TURN, WARPGROUPS, first_step
 from .channel import make_ring, ring_of
-from .compat import add_async
+from .compat import add_async, store_async
 from .tile import halves
 
 SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
+WRITTEN = gl.constexpr(2)  # in any order: a half of a block of dQ is there; 1: it is being written
 
 
 @gluon.constexpr_function
@@ -60,10 +61,14 @@ def put_dq(dq, ring, position):
 
 
 @gluon.jit
-def add_parts(sums_desc, ring, position, row):
-    """Line 15: copies that add buffers to the sums, from a row on."""
+def add_parts(sums_desc, ring, position, row, is_first):
+    """Line 15: copies that add buffers to the sums, from a row on, or, of a block's first tile, write them there."""
     for part in gl.static_range(ring.parts):
-        add_async(sums_desc, [row + part * sums_desc.block_shape[0], 0], ring.buffer(position, part))
+        at = [row + part * sums_desc.block_shape[0], 0]
+        if is_first:
+            store_async(sums_desc, at, ring.buffer(position, part))
+        else:
+            add_async(sums_desc, at, ring.buffer(position, part))
 
 
 @gluon.jit
@@ -78,6 +83,57 @@ def await_added(added_ptr, tiles):
         fence.proxy.async.global;
         }""",
         "=&r,l,r", [added_ptr, tiles], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def is_written(added_ptr):
+    """Whether a half of a block of dQ is there, for copies to add to."""
+    state = gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async.global;",
+        "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return state == WRITTEN
+
+
+@gluon.jit
+def is_first(added_ptr):
+    """Whether this warp is the first that has something for a half of a block of dQ, and is to write it. If not, waits
+    until that is there: only for a copy under way, so that programs may run in any order."""
+    mine = gl.inline_asm_elementwise(
+        """{
+        .reg .pred one, mine, missing;
+        .reg .b32 state, lane;
+        mov.b32 state, 0;
+        elect.sync lane|one, 0xffffffff;
+        @one atom.acquire.gpu.global.cas.b32 state, [$1], 0, 1;
+        shfl.sync.idx.b32 state, state, lane, 31, 0xffffffff;
+        setp.eq.b32 mine, state, 0;
+        selp.b32 $0, 1, 0, mine;
+        @mine bra done;
+        again: ld.acquire.gpu.global.b32 state, [$1];
+        setp.ne.b32 missing, state, $2;
+        @missing bra again;
+        fence.proxy.async.global;
+        done:
+        }""",
+        "=r,l,r", [added_ptr, WRITTEN], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return mine == 1
+
+
+@gluon.jit
+def say_written(added_ptr):
+    """Says that a half of a block of dQ is there, by the warp that knows of it."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        bar.warp.sync 0xffffffff;
+        elect.sync _|one, 0xffffffff;
+        @one st.release.gpu.global.b32 [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [added_ptr, WRITTEN], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -111,7 +167,7 @@ def add_loop(
     warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring, arrivals, added_ptr, ranks_ptr
 ):  # fmt: skip
     """The warp that adds a warpgroup's parts of dQ of every step to the sums, perhaps in the order of the ranks: line
-    15.
+    15. The first to come to a block writes it, so that sums need not be zero before.
 
     Each warpgroup has its own: one for both would wait for two copies in a step.
     """
@@ -126,15 +182,26 @@ def add_loop(
         for i in range(p.group):
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
+                of_half = added_ptr + (block * WARPGROUPS + warpgroup)
                 if p.ORDERED:  # while dQ is computed: a look takes half a step
-                    await_added(added_ptr + (block * WARPGROUPS + warpgroup), rank.to(gl.int32))
+                    await_added(of_half, rank.to(gl.int32))
+                    writes = rank == 0
+                else:
+                    writes = is_written(of_half) ^ True
                 row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums_desc.block_shape[0]
                 dq_ring.await_full(position)
                 fence_async_shared()  # here: a fence right after the writes would wait for them
-                add_parts(sums_desc, dq_ring, position, row)
+                if not p.ORDERED:
+                    if writes:  # perhaps: asked for only now, as whoever is the first must not wait for anything
+                        writes = is_first(of_half)
+                add_parts(sums_desc, dq_ring, position, row, writes)
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(position)
-                if p.ORDERED:
+                if not p.ORDERED:
+                    if writes:
+                        arrived()
+                        say_written(of_half)
+                else:
                     of_step += 1
                     rank = gl.load(of_step)  # of the next step, before it is needed
                     arrivals.await_empty(position)
