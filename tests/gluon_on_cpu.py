@@ -360,7 +360,7 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
             pointer.tensor[pointer.at] = written
             LOCK.notify_all()
     elif text.startswith("ld.acquire"):
-        return int(arguments[0].tensor[arguments[0].at])
+        return registers(arguments[0].tensor[arguments[0].at])
     elif "ld.acquire" in text:
         pointer, count = arguments
         wait_until(lambda: pointer.tensor[pointer.at] == count)
@@ -374,6 +374,8 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
             LOCK.notify_all()
     elif text.startswith("mov.b32 $0, $1;"):
         return arguments[0]
+    elif text.startswith("bar.warp.sync 0xffffffff; fence"):
+        pass
     elif "fma.rn.f32 x, $1, $2, $3; ex2" in text:
         x, factor, summand = (torch.as_tensor(argument, dtype=torch.float64) for argument in arguments)
         return registers(torch.exp2((x * factor + summand).float()))
@@ -405,6 +407,10 @@ def gl_store(pointer: Pointer, x: torch.Tensor, mask: torch.Tensor | None = None
 
 def gl_sum(x: torch.Tensor, axis: int) -> torch.Tensor:
     return x.sum(axis)
+
+
+def gl_min(x: torch.Tensor, axis: int) -> torch.Tensor:
+    return x.amin(axis)
 
 
 def gl_max(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -460,7 +466,7 @@ class Language:
     int64, int32, int16, uint32 = torch.int64, torch.int32, torch.int16, torch.int64
     to_tensor = Number
     static_range, exp2, log2, abs, zeros_like = range, torch.exp2, torch.log2, torch.abs, torch.zeros_like
-    load, store, sum, max = map(staticmethod, (gl_load, gl_store, gl_sum, gl_max))
+    load, store, sum, min, max = map(staticmethod, (gl_load, gl_store, gl_sum, gl_min, gl_max))
     allocate_shared_memory, warp_specialize = map(staticmethod, (allocate_shared, warp_specialize))
     inline_asm_elementwise = staticmethod(inline_asm)
     SliceLayout = NVMMADistributedLayout = DotOperandLayout = staticmethod(_stub)

@@ -87,13 +87,23 @@ def await_added(added_ptr, tiles):
 
 
 @gluon.jit
-def is_written(added_ptr):
-    """Whether a half of a block of dQ is there, for copies to add to."""
+def blocks_written(p, added_ptr, head, step, first, end, turn):
+    """How many of the blocks of dQ from a step on, one after another and up to 32, are there, for copies to add to.
+
+    added_ptr: of a warpgroup. A look takes half a step, and what is there stays: so not a look for each step.
+    """
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    blocks = head * p.row_blocks + p.turned(gl.minimum(step + lanes, end - 1), first, end, turn)
     state = gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async.global;",
-        "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "=r,l", [added_ptr + blocks * WARPGROUPS], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    return state == WRITTEN
+    written = gl.min(gl.where(state == WRITTEN, 32, lanes), 0)
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; fence.proxy.async.global; mov.b32 $0, $1;",
+        "=r,r", [written], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return written
 
 
 @gluon.jit
@@ -180,6 +190,7 @@ def add_loop(
             of_step = ranks_ptr + gl.load(entry + RANKS)
             rank = gl.load(of_step)
         for i in range(p.group):
+            written = 0  # of the next blocks
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
                 of_half = added_ptr + (block * WARPGROUPS + warpgroup)
@@ -187,7 +198,10 @@ def add_loop(
                     await_added(of_half, rank.to(gl.int32))
                     writes = rank == 0
                 else:
-                    writes = is_written(of_half) ^ True
+                    if written == 0:
+                        written = blocks_written(p, added_ptr + warpgroup, head + i, j, first, end, turn)
+                    writes = written == 0
+                    written = gl.maximum(written - 1, 0)
                 row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums_desc.block_shape[0]
                 dq_ring.await_full(position)
                 fence_async_shared()  # here: a fence right after the writes would wait for them
