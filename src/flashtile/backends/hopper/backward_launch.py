@@ -22,7 +22,7 @@ from .backward_rows import begin_kernel, finish_kernel
 from .backward_sums import SUMS_WIDTH
 from .launch import LOG2E, OPTIONS, Box, describe, programs_on, shared_tiles
 from .order import Order, order
-from .schedule import backward_schedule, tile_fields, turn_of, with_pieces
+from .schedule import backward_schedule, scattered, tile_fields, turn_of, with_pieces
 
 ADDED_NUMBERS = 1024  # of a tile in pieces, by a program that adds them up; an estimate
 
@@ -66,7 +66,9 @@ def piece_bytes(tiles: config.BackwardTiles) -> int:
 
 def in_any_order(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
     """Tiles, and pieces of them, no more than the memory of dQ holds in the dtype of q."""
-    turns = [turn_of(spec, n_block, tiles.keys, tiles.tile_m) for n_block in range(-(-spec.seqlen_k // tiles.keys))]
+    n_blocks = -(-spec.seqlen_k // tiles.keys)
+    apart = scattered(n_blocks)
+    turns = [turn_of(spec, n_block * apart % n_blocks, tiles.keys, tiles.tile_m) for n_block in range(n_blocks)]
     lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
     dq_bytes = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim * spec.dtype.itemsize
     lists, pieces = with_pieces(

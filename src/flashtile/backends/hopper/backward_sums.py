@@ -116,7 +116,7 @@ def is_first(added_ptr):
         .reg .b32 state, lane;
         mov.b32 state, 0;
         elect.sync lane|one, 0xffffffff;
-        @one atom.acquire.gpu.global.cas.b32 state, [$1], 0, 1;
+        @one atom.relaxed.gpu.global.cas.b32 state, [$1], 0, 1;
         shfl.sync.idx.b32 state, state, lane, 31, 0xffffffff;
         setp.eq.b32 mine, state, 0;
         selp.b32 $0, 1, 0, mine;
@@ -190,7 +190,7 @@ def add_loop(
             of_step = ranks_ptr + gl.load(entry + RANKS)
             rank = gl.load(of_step)
         for i in range(p.group):
-            written = 0  # of the next blocks
+            written = 0  # of the next blocks; below 0: of the next nothing is known
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
                 of_half = added_ptr + (block * WARPGROUPS + warpgroup)
@@ -200,14 +200,15 @@ def add_loop(
                 else:
                     if written == 0:
                         written = blocks_written(p, added_ptr + warpgroup, head + i, j, first, end, turn)
-                    writes = written == 0
-                    written = gl.maximum(written - 1, 0)
+                    writes = written <= 0
                 row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums_desc.block_shape[0]
                 dq_ring.await_full(position)
                 fence_async_shared()  # here: a fence right after the writes would wait for them
                 if not p.ORDERED:
                     if writes:  # perhaps: asked for only now, as whoever is the first must not wait for anything
                         writes = is_first(of_half)
+                    # a block after one that was not there is likely not there either: another look would only delay
+                    written = gl.where(writes, -1, gl.maximum(written - 1, 0))
                 add_parts(sums_desc, dq_ring, position, row, writes)
                 tma.store_wait(0)  # until the buffer is read
                 dq_ring.release(position)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ PIECE_STEPS = 4
 # What it costs to have pieces, in steps: their sums on the way out, and the kernel that adds them up. By what sharing
 # out the last round saved on an H100 and what it would have for nothing, 8 to 15 steps, 15 to 25 us, in both passes.
 PIECES_COST = 12
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 Tile = tuple[int, int]
 """(batch * Hq + head, m_block); in the backward pass (batch * Hk + head, n_block)"""
@@ -204,6 +206,14 @@ def turn_of(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, backwards
     if spec.window_left >= 0 or spec.window_right >= 0:
         return -(first + end) if backwards else 0
     return n_block * (end - first) * keys // spec.seqlen_k % (end - first)
+
+
+def scattered(count: int) -> int:
+    """A number of whose multiples, modulo `count`, each is another, and the first few are far apart: where no other
+    programs have begun a head, each of these then writes as many blocks of its dQ as the next, not the last nearly all.
+    """
+    near = round(count * GOLDEN_RATIO)
+    return next(n for n in range(max(near, 1), count + 2) if math.gcd(n, count) == 1)
 
 
 def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, turn: int, ranks: int) -> list[int]:
