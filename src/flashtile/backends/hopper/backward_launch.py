@@ -66,9 +66,7 @@ def piece_bytes(tiles: config.BackwardTiles) -> int:
 
 def in_any_order(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
     """Tiles, and pieces of them, no more than the memory of dQ holds in the dtype of q."""
-    n_blocks = -(-spec.seqlen_k // tiles.keys)
-    apart = scattered(n_blocks)
-    turns = [turn_of(spec, n_block * apart % n_blocks, tiles.keys, tiles.tile_m) for n_block in range(n_blocks)]
+    turns = [turn_of(spec, place, tiles.keys, tiles.tile_m) for place in scattered(-(-spec.seqlen_k // tiles.keys))]
     lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
     dq_bytes = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim * spec.dtype.itemsize
     lists, pieces = with_pieces(

@@ -87,10 +87,10 @@ def await_added(added_ptr, tiles):
 
 
 @gluon.jit
-def blocks_written(p, added_ptr, head, step, first, end, turn):
-    """How many of the blocks of dQ from a step on, one after another and up to 32, are there, for copies to add to.
+def written_from(p, added_ptr, head, step, first, end, turn):
+    """How many blocks of dQ from a step on, one after another and up to 32, are there, for copies to add to.
 
-    added_ptr: of a warpgroup. A look takes half a step, and what is there stays: so not a look for each step.
+    added_ptr: of a warpgroup. A look takes half a step, and what is there stays: so not one look for each step.
     """
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     blocks = head * p.row_blocks + p.turned(gl.minimum(step + lanes, end - 1), first, end, turn)
@@ -190,7 +190,7 @@ def add_loop(
             of_step = ranks_ptr + gl.load(entry + RANKS)
             rank = gl.load(of_step)
         for i in range(p.group):
-            written = 0  # of the next blocks; below 0: of the next nothing is known
+            written = 0  # so many of the next blocks are there; -1: the last was not, the next likely is not either
             for j in range(first, end):
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
                 of_half = added_ptr + (block * WARPGROUPS + warpgroup)
@@ -199,7 +199,7 @@ def add_loop(
                     writes = rank == 0
                 else:
                     if written == 0:
-                        written = blocks_written(p, added_ptr + warpgroup, head + i, j, first, end, turn)
+                        written = written_from(p, added_ptr + warpgroup, head + i, j, first, end, turn)
                     writes = written <= 0
                 row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums_desc.block_shape[0]
                 dq_ring.await_full(position)
@@ -207,7 +207,6 @@ def add_loop(
                 if not p.ORDERED:
                     if writes:  # perhaps: asked for only now, as whoever is the first must not wait for anything
                         writes = is_first(of_half)
-                    # a block after one that was not there is likely not there either: another look would only delay
                     written = gl.where(writes, -1, gl.maximum(written - 1, 0))
                 add_parts(sums_desc, dq_ring, position, row, writes)
                 tma.store_wait(0)  # until the buffer is read

@@ -192,8 +192,8 @@ take longer to read dS from shared memory, for dQ, than to compute. S = 512 full
 KEYS_D128 = BackwardTiles(
     128, 128, stages=4, key_stages=2, value_stages=2, k_kept=128, v_kept=128, earlier_ptxas=True, dq_apart=True
 )
-"""For queries that see few keys: no kernels before and after, which take a third of the time at S = 512 causal. There
-+7 to +8 %, hot +2 % on an H200; S = 512 full -10 %, 1k causal -7 %; D 64 at 512 causal -14 %."""
+"""For queries that see few keys: no kernels before and after. S = 256 causal +5 %, full -2 %, S = 512 causal -1 % on an
+H200."""
 KEYS_D192_DV128 = BackwardTiles(
     192, 128, stages=2, key_stages=2, value_stages=2, parts=3, k_kept=192, v_kept=128, earlier_ptxas=True, dq_apart=True
 )
@@ -256,8 +256,8 @@ QUERIES_D256_DV128 = QueryTiles(256, 128, key_stages=2, value_stages=3)
 """Dv is not padded."""
 
 
-# Keys that a query sees, from so many down to KEYS_D128: 256 pay on average, 512 do not.
-FEW_KEYS = 320
+# Keys that a query sees, from so many down to KEYS_D128: 128 pay on average, 256 do not.
+FEW_KEYS = 192
 
 
 def choose_backward(spec: AttentionSpec) -> BackwardTiles:

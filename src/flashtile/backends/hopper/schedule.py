@@ -208,12 +208,14 @@ def turn_of(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, backwards
     return n_block * (end - first) * keys // spec.seqlen_k % (end - first)
 
 
-def scattered(count: int) -> int:
-    """A number of whose multiples, modulo `count`, each is another, and the first few are far apart: where no other
-    programs have begun a head, each of these then writes as many blocks of its dQ as the next, not the last nearly all.
-    """
-    near = round(count * GOLDEN_RATIO)
-    return next(n for n in range(max(near, 1), count + 2) if math.gcd(n, count) == 1)
+def scattered(count: int) -> list[int]:
+    """Places 0 ... count - 1, another for each, the first few of them far apart. Where tiles of a head begin like that,
+    programs that begin a head before others have time for it come first to as many of its blocks each: else the last of
+    them would come first to nearly all, and write them (`is_first`), which takes longer than to add to them."""
+    places = [0] * count
+    for place, i in enumerate(sorted(range(count), key=lambda i: i * GOLDEN_RATIO % 1)):
+        places[i] = place
+    return places
 
 
 def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, turn: int, ranks: int) -> list[int]:
