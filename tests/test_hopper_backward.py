@@ -12,7 +12,8 @@ import torch
 from cases import BF16, HALF, spec, takes
 
 from flashtile.backends import hopper, reference
-from flashtile.backends.hopper import backward_apart_launch, backward_launch, config, launch
+from flashtile.backends.hopper import backward_apart_launch, backward_launch, config, launch, schedule
+from flashtile.backends.hopper.backward_sums import WRITTEN
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -60,7 +61,8 @@ def backward_on_cpu(
     rows[1, :, :, : case.seqlen_q] = dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2)
     if tiles.dq_apart:
         return apart_backward_on_cpu(case, tiles, inputs, (out, lse, rows), programs)
-    sums = torch.full((case.batch * case.heads_q * padded * tiles.head_dim,), float("nan"))
+    zeros = schedule.begins_with_zeros(case)
+    sums = torch.full((case.batch * case.heads_q * padded * tiles.head_dim,), 0.0 if zeros else float("nan"))
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     matrices = (q, dout, k, v, dk, dv)
     descriptors = described(matrices, backward_launch.boxes(tiles))
@@ -71,7 +73,7 @@ def backward_on_cpu(
     kernel = gluon_on_cpu.load("backward").backward_kernel
     box = list(backward_launch.sums_box(tiles))
     pieces = torch.full((sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim), float("nan"))
-    added = torch.zeros(case.batch * case.heads_q * blocks * 2, dtype=torch.int32)
+    added = torch.full((case.batch * case.heads_q * blocks * 2,), WRITTEN.value if zeros else 0, dtype=torch.int32)
     ranks = None if of.ranks is None else gluon_on_cpu.Pointer(of.ranks.flatten())
     pointers = gluon_on_cpu.Pointer(pieces.view(-1)), gluon_on_cpu.Pointer(added), ranks
     of_sums = gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box)
@@ -222,30 +224,58 @@ def test_other_tiles_are_right_too(change):
     assert wrong(case, inputs, gradients) == []
 
 
-def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(monkeypatch):
+@pytest.fixture
+def kernels(monkeypatch):
+    """(name and how many tensors of each kernel that is prepared, name -> the tensors that it was given last)."""
     prepared, given = [], {}
     for name in ("BEGIN", "MAIN", "ADD", "FINISH"):
 
         def prepare(spec, tensors, *_, name=name):
             prepared.append((name, len(tensors)))
-            return lambda stream, *tensors: given.update({name: [id(x) for x in tensors]})
+            return lambda stream, *tensors: given.update({name: tensors})
 
         monkeypatch.setattr(getattr(backward_launch, name), "prepare", prepare)
     monkeypatch.setattr(backward_launch, "BACKWARD", backward_launch.BackwardPass())
     monkeypatch.setattr(backward_launch, "programs_on", lambda _device: 132)
+    return prepared, given
+
+
+def same(found, expected):
+    return len(found) == len(expected) and all(one is other for one, other in zip(found, expected, strict=True))
+
+
+def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(kernels):
+    prepared, given = kernels
     case = CASES["causal"]
     q, k, v, dout, _ = make_inputs(case)
     out, lse = torch.empty_like(q), torch.empty(case.batch, case.heads_q, case.seqlen_q)
     for _ in range(2):
         dq, dk, dv = hopper.backward(case, dout, None, q, k, v, out, lse)
         *begun, rows, added = given["BEGIN"]
-        assert begun == [id(x) for x in (out, dout, lse, None)]
-        *read, sums = given["MAIN"][:8]
-        assert read == [*(id(x) for x in (q, dout, k, v, dk, dv)), rows]
-        assert given["MAIN"][8:] == [id(dq), added]
-        assert given["ADD"] == [id(x) for x in (dq, dk, dv)]
-        assert given["FINISH"] == [id(dq), sums, added]
+        assert same(begun, (out, dout, lse, None))
+        sums = given["MAIN"][7]
+        assert same(given["MAIN"], (q, dout, k, v, dk, dv, rows, sums, dq, added))
+        assert same(given["ADD"], (dq, dk, dv))
+        assert same(given["FINISH"], (dq, sums, added))
     assert prepared == [("BEGIN", 6), ("MAIN", 10), ("ADD", 3), ("FINISH", 3)]
+
+
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_where_a_head_is_too_large_for_the_cache_and_has_no_mask_sums_are_zero_before(name, kernels, monkeypatch):
+    monkeypatch.setattr(schedule, "SECTION_BYTES", 0)
+    case = CASES[name]
+    zeros = name == "full"
+    inputs = make_inputs(case)
+    tiles = config.choose_backward(case)
+    assert wrong(case, inputs, backward_on_cpu(case, tiles, inputs, programs=3)) == []
+    turns = backward_launch.ordered(case, tiles, programs=3).turns
+    assert turns == sorted(turns)
+    q, k, v, dout, _ = inputs
+    hopper.backward(case, dout, None, q, k, v, torch.empty_like(q), torch.empty(case.batch, 1, case.seqlen_q))
+    *_, sums, _, added = kernels[1]["MAIN"]
+    assert not zeros or (sums.count_nonzero() == 0 and (added == WRITTEN.value).all())
+    assert schedule.begins_with_zeros(case) == zeros
+    assert not schedule.begins_with_zeros(replace(case, deterministic=True))
 
 
 def test_a_kernel_that_stands_still_is_noticed():

@@ -19,10 +19,10 @@ from .backward import backward_kernel
 from .backward_pieces import add_kernel
 from .backward_problem import END, FIELDS, FIRST, PIECE, TURN
 from .backward_rows import begin_kernel, finish_kernel
-from .backward_sums import SUMS_WIDTH
+from .backward_sums import SUMS_WIDTH, WRITTEN
 from .launch import LOG2E, OPTIONS, Box, describe, programs_on, shared_tiles
 from .order import Order, order
-from .schedule import backward_schedule, scattered, tile_fields, turn_of, with_pieces
+from .schedule import backward_schedule, begins_with_zeros, scattered, tile_fields, turn_of, with_pieces
 
 ADDED_NUMBERS = 1024  # of a tile in pieces, by a program that adds them up; an estimate
 
@@ -66,7 +66,9 @@ def piece_bytes(tiles: config.BackwardTiles) -> int:
 
 def in_any_order(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
     """Tiles, and pieces of them, no more than the memory of dQ holds in the dtype of q."""
-    turns = [turn_of(spec, place, tiles.keys, tiles.tile_m) for place in scattered(-(-spec.seqlen_k // tiles.keys))]
+    n_blocks = -(-spec.seqlen_k // tiles.keys)
+    places = range(n_blocks) if begins_with_zeros(spec) else scattered(n_blocks)
+    turns = [turn_of(spec, place, tiles.keys, tiles.tile_m) for place in places]
     lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
     dq_bytes = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim * spec.dtype.itemsize
     lists, pieces = with_pieces(
@@ -227,7 +229,7 @@ class BackwardPass(Launcher):
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         rows, sums, added = scratch()
         begin = BEGIN.prepare(spec, (out, dout, lse, dlse, rows, added))
-        of = ordered(spec, tiles, programs_on(device))
+        of, zeros = ordered(spec, tiles, programs_on(device)), begins_with_zeros(spec)
         # the memory of dq holds the pieces until dq is written
         main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, rows, sums, dq, added), of)
         add = ADD.prepare(spec, (dq, dk, dv), of)
@@ -239,6 +241,9 @@ class BackwardPass(Launcher):
         ) -> None:  # fmt: skip
             rows, sums, added = scratch()
             begin(stream, out, dout, lse, dlse, rows, added)
+            if zeros:
+                sums.zero_()
+                added.fill_(WRITTEN.value)
             main(stream, q, dout, k, v, dk, dv, rows, sums, dq, added)
             add(stream, dq, dk, dv)
             finish(stream, dq, sums, added)
