@@ -15,6 +15,7 @@ from cases import BF16, HALF, spec
 import flashtile
 from flashtile import dispatch, flash_attn_func
 from flashtile.backends.hopper import config, leaves_backward, passes_on, refusal
+from flashtile.backends.hopper.schedule import begins_with_zeros
 from flashtile.testing import Result, Sample, make_inputs
 
 
@@ -181,6 +182,19 @@ def test_gradients_of_out_may_lie_anyhow(dout):
     out, lse = choice.forward(case, *inputs[:3])
     given = (None if dout == "none" else inputs.dout, None if dout == "without dlse" else inputs.dlse)
     gradients = choice.backward(case, *given, *inputs[:3], out, lse)
+    assert [e for e in Sample.of(case, inputs).errors(Result(out, lse, *gradients)) if not e.ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [96, 128])
+def test_gradients_where_a_head_is_too_large_for_the_cache(dim):
+    case = spec((32_000, 32_000), (2, 2), (dim, dim), BF16, batch=1)
+    assert begins_with_zeros(case)
+    inputs = make_inputs(case, "cuda")
+    choice = dispatch.choose(case, inputs.q.device, "hopper")
+    out, lse = choice.forward(case, *inputs[:3])
+    gradients = choice.backward(case, inputs.dout, inputs.dlse, *inputs[:3], out, lse)
     assert [e for e in Sample.of(case, inputs).errors(Result(out, lse, *gradients)) if not e.ok] == []
 
 
