@@ -61,19 +61,18 @@ def backward_on_cpu(
     rows[1, :, :, : case.seqlen_q] = dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2)
     if tiles.dq_apart:
         return apart_backward_on_cpu(case, tiles, inputs, (out, lse, rows), programs)
-    zeros = schedule.begins_with_zeros(case)
-    sums = torch.full((case.batch * case.heads_q * padded * tiles.head_dim,), 0.0 if zeros else float("nan"))
+    of = backward_launch.ordered(case, tiles, programs)
+    sums = torch.full((case.batch * case.heads_q * padded * tiles.head_dim,), 0.0 if of.zeros else float("nan"))
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     matrices = (q, dout, k, v, dk, dv)
     descriptors = described(matrices, backward_launch.boxes(tiles))
     of_rows = gluon_on_cpu.Descriptor(rows.flatten(), [tiles.tile_m])
-    of = backward_launch.ordered(case, tiles, programs)
     table = backward_launch.table(case, tiles, of)
     scalars = backward_launch.scalars(case, tiles, rounds=table.shape[1])
     kernel = gluon_on_cpu.load("backward").backward_kernel
     box = list(backward_launch.sums_box(tiles))
     pieces = torch.full((sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim), float("nan"))
-    added = torch.full((case.batch * case.heads_q * blocks * 2,), WRITTEN.value if zeros else 0, dtype=torch.int32)
+    added = torch.full((case.batch * case.heads_q * blocks * 2,), WRITTEN.value if of.zeros else 0, dtype=torch.int32)
     ranks = None if of.ranks is None else gluon_on_cpu.Pointer(of.ranks.flatten())
     pointers = gluon_on_cpu.Pointer(pieces.view(-1)), gluon_on_cpu.Pointer(added), ranks
     of_sums = gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box)
@@ -205,6 +204,32 @@ def test_pieces_of_tiles_are_added_up(name):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_before_nothing_of_dq_is_there_and_after_what_no_tile_came_to_is_0(dim):
+    case = spec((1000, 850), (2, 1), (dim, dim), HALF, batch=1, right=0)  # the first 150 queries see no key
+    tiles = config.choose_backward(case)
+    q, k, v, dout, dlse = make_inputs(case)
+    out, lse = reference.forward(case, q, k, v)
+    blocks = backward_launch.row_blocks(case, tiles)
+    rows = torch.full((2, 1, 2, blocks * tiles.tile_m), float("nan"))
+    added = torch.full((2 * blocks, 2), 7, dtype=torch.int32)
+    begin = backward_launch.BEGIN.prepare(case, (out, dout, lse, dlse, rows, added))
+    begin(0, out, dout, lse, dlse, rows, added)
+    assert added.count_nonzero() == 0
+    shifts, deltas = rows[..., : case.seqlen_q]
+    torch.testing.assert_close(deltas, dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2))
+    torch.testing.assert_close(shifts, torch.where(lse == float("-inf"), lse, -lse / case.score_factors[0]))
+    sums = torch.randn(2 * blocks, tiles.tile_m * tiles.head_dim)
+    seen = torch.arange(2 * blocks) % blocks >= 150 // tiles.tile_m
+    sums[~seen] = float("nan")
+    added[seen] = WRITTEN.value
+    dq = torch.full_like(q, float("nan"))
+    backward_launch.FINISH.prepare(case, (dq, sums, added))(0, dq, sums, added)
+    expected = in_order(torch.where(seen[:, None], sums, 0.0), case, tiles, blocks)
+    torch.testing.assert_close(dq, expected.to(case.dtype))
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("programs", [2, 5])
 def test_in_order_gradients_are_right_and_the_same_bits_whatever_comes_first(name, programs):
@@ -268,14 +293,14 @@ def test_where_a_head_is_too_large_for_the_cache_and_has_no_mask_sums_are_zero_b
     inputs = make_inputs(case)
     tiles = config.choose_backward(case)
     assert wrong(case, inputs, backward_on_cpu(case, tiles, inputs, programs=3)) == []
-    turns = backward_launch.ordered(case, tiles, programs=3).turns
-    assert turns == sorted(turns)
+    of = backward_launch.ordered(case, tiles, programs=3)
+    assert of.zeros == zeros
+    assert of.turns == sorted(of.turns)
     q, k, v, dout, _ = inputs
     hopper.backward(case, dout, None, q, k, v, torch.empty_like(q), torch.empty(case.batch, 1, case.seqlen_q))
     *_, sums, _, added = kernels[1]["MAIN"]
     assert not zeros or (sums.count_nonzero() == 0 and (added == WRITTEN.value).all())
-    assert schedule.begins_with_zeros(case) == zeros
-    assert not schedule.begins_with_zeros(replace(case, deterministic=True))
+    assert not backward_launch.ordered(replace(case, deterministic=True), tiles, 3).zeros
 
 
 def test_a_kernel_that_stands_still_is_noticed():

@@ -105,7 +105,7 @@ def test_programs_share_out_the_last_round_of_tiles(seqlen_q, seqlen_k, batch, h
 )  # fmt: skip
 def test_every_tile_has_its_place_in_the_order(seqlen_q, seqlen_k, left, right, batch, heads, tile_m):
     case = spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch, left=left, right=right)
-    lists, turns, ranks, _ = order(case, 128, tile_m, PROGRAMS)
+    lists, turns, ranks, *_ = order(case, 128, tile_m, PROGRAMS)
     assert len(lists) <= PROGRAMS
     assert all(lists)
     n_blocks = -(-seqlen_k // 128)
@@ -134,7 +134,7 @@ def steps(case, n_block, keys, tile_m, turn):
 def finished(case, keys, tile_m, add_time, known_after=0.0):
     """When the last program is done if a step and the end of a tile take 1 each, and an add that long, which the next
     knows of so much later: dQ of a step may wait to be added while the next is computed."""
-    lists, turns, ranks, _ = order(case, keys, tile_m, PROGRAMS)
+    lists, turns, ranks, *_ = order(case, keys, tile_m, PROGRAMS)
     n_blocks = -(-case.seqlen_k // keys)
     steps_of = functools.cache(lambda place: steps(case, place % n_blocks, keys, tile_m, turns[place]))
     added = {}  # (key head, query head and block, rank): when

@@ -66,15 +66,15 @@ def piece_bytes(tiles: config.BackwardTiles) -> int:
 
 def in_any_order(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int) -> Order:
     """Tiles, and pieces of them, no more than the memory of dQ holds in the dtype of q."""
-    n_blocks = -(-spec.seqlen_k // tiles.keys)
-    places = range(n_blocks) if begins_with_zeros(spec) else scattered(n_blocks)
+    n_blocks, zeros = -(-spec.seqlen_k // tiles.keys), begins_with_zeros(spec) and not tiles.dq_apart
+    places = range(n_blocks) if zeros or tiles.dq_apart else scattered(n_blocks)
     turns = [turn_of(spec, place, tiles.keys, tiles.tile_m) for place in places]
     lists = backward_schedule(spec, tiles.keys, tiles.tile_m, programs)
     dq_bytes = spec.batch * spec.seqlen_q * spec.heads_q * spec.head_dim * spec.dtype.itemsize
     lists, pieces = with_pieces(
         spec, lists, row_blocks(spec, tiles), spec.group, programs, dq_bytes // piece_bytes(tiles)
     )  # fmt: skip
-    return Order(lists, turns, None, pieces)
+    return Order(lists, turns, None, pieces, zeros)
 
 
 def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor:
@@ -154,7 +154,7 @@ class BackwardKernel:
         )  # fmt: skip
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
-        options = OPTIONS | {"launch_cooperative_grid": True} if spec.deterministic else OPTIONS
+        options = OPTIONS | {"launch_cooperative_grid": True} if ranks is not None else OPTIONS
         with ptxas.earlier_ptxas(options, tiles.earlier_ptxas) as options:
             return prepared(backward_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
@@ -185,7 +185,9 @@ def begin_arguments(
     )  # fmt: skip
 
 
-def finish_arguments(spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tensor, *_: Tensor) -> tuple:
+def finish_arguments(
+    spec: AttentionSpec, tiles: config.BackwardTiles, dq: Tensor, sums: Tensor, added: Tensor
+) -> tuple:
     """The arguments of `finish_kernel` after the tensors."""
     return (
         *dq.stride()[:3], spec.heads_q, spec.seqlen_q, row_blocks(spec, tiles), spec.softmax_scale,
@@ -229,7 +231,7 @@ class BackwardPass(Launcher):
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         rows, sums, added = scratch()
         begin = BEGIN.prepare(spec, (out, dout, lse, dlse, rows, added))
-        of, zeros = ordered(spec, tiles, programs_on(device)), begins_with_zeros(spec)
+        of = ordered(spec, tiles, programs_on(device))
         # the memory of dq holds the pieces until dq is written
         main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, rows, sums, dq, added), of)
         add = ADD.prepare(spec, (dq, dk, dv), of)
@@ -241,7 +243,7 @@ class BackwardPass(Launcher):
         ) -> None:  # fmt: skip
             rows, sums, added = scratch()
             begin(stream, out, dout, lse, dlse, rows, added)
-            if zeros:
+            if of.zeros:
                 sums.zero_()
                 added.fill_(WRITTEN.value)
             main(stream, q, dout, k, v, dk, dv, rows, sums, dq, added)

@@ -13,7 +13,8 @@ import triton.language as tl
 @triton.jit
 def place(row_blocks, heads_q):
     """(index, batch * Hq + head, head, batch, block) of this program in a grid of row_blocks * Hq * B, from the last to
-    the first: the main kernel, from the first to the last, finds in the L2 cache what was written last, and leaves it.
+    the first: the main kernel, from the first to the last, finds in the L2 cache what was read last, and leaves its
+    sums there.
     """
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     at = index // row_blocks
@@ -59,7 +60,7 @@ def finish_kernel(
     index, _, head, batch, block = place(row_blocks, heads_q)
     sums_ptr += index.to(tl.int64) * (PARTS * TILE_M * WIDTH)
     row = block * TILE_M + tl.arange(0, TILE_M)
-    there = tl.load(added_ptr + index * 2) != 0
+    there = tl.broadcast_to(tl.load(added_ptr + index * 2), [TILE_M * WIDTH]) != 0
     dq_ptr += batch * stride_qb + head * stride_qh
     of_rows = dq_ptr + row.to(tl.int64)[:, None] * stride_qs
     for part in tl.static_range(PARTS):

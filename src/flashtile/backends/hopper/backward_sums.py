@@ -61,11 +61,11 @@ def put_dq(dq, ring, position):
 
 
 @gluon.jit
-def add_parts(sums_desc, ring, position, row, is_first):
+def add_parts(sums_desc, ring, position, row, writes):
     """Line 15: copies that add buffers to the sums, from a row on, or, of a block's first tile, write them there."""
     for part in gl.static_range(ring.parts):
         at = [row + part * sums_desc.block_shape[0], 0]
-        if is_first:
+        if writes:
             store_async(sums_desc, at, ring.buffer(position, part))
         else:
             add_async(sums_desc, at, ring.buffer(position, part))
@@ -127,7 +127,7 @@ def is_first(added_ptr):
         fence.proxy.async.global;
         done:
         }""",
-        "=r,l,r", [added_ptr, WRITTEN], dtype=gl.int32, is_pure=False, pack=1,
+        "=&r,l,r", [added_ptr, WRITTEN], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     return mine == 1
 
@@ -149,7 +149,7 @@ def say_written(added_ptr):
 
 @gluon.jit
 def arrived():
-    """Waits until what this warp added is there, not only read."""
+    """Waits until what this warp wrote or added is there, not only read: for others once this is released to them."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )

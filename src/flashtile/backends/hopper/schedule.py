@@ -219,11 +219,11 @@ def scattered(count: int) -> list[int]:
 
 
 def begins_with_zeros(spec: AttentionSpec) -> bool:
-    """Whether dQ's sums are set to zero before, and tiles of a head begin one after the other: in any order and without
-    a mask, if a head is too large for the cache, as scattered tiles go over all of it at a time. D 128, S = 32k took
-    1.03 times as long by those on an H200."""
+    """Whether, in any order, dQ's sums are set to zero before, and tiles of a head begin one after the other: without a
+    mask, if a query head is too large for the cache, as scattered tiles go over all of one at a time. D 128, S = 32k
+    took 1.03 times as long by those on an H200."""
     masked = spec.window_left >= 0 or spec.window_right >= 0
-    return not (masked or spec.deterministic) and backward_head_bytes(spec) > SECTION_BYTES
+    return not masked and backward_head_bytes(replace(spec, heads_q=spec.heads_k)) > SECTION_BYTES
 
 
 def tile_fields(spec: AttentionSpec, n_block: int, keys: int, tile_m: int, turn: int, ranks: int) -> list[int]:
