@@ -262,7 +262,8 @@ def backward_kernel(
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`, one in
     `count_loop`, which has nothing to do unless in order.
 
-    added: (B, Hq, row_blocks, 2) int32, zeros; ranks: those of `order` in order.py, or None: tiles add in any order.
+    added: (B, Hq, row_blocks, 2) int32, 0, or WRITTEN where sums are zero; ranks: those of `order` in order.py, or
+    None: tiles add in any order.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip

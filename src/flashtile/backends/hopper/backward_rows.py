@@ -2,8 +2,8 @@
 
 Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
 shifts and the deltas · sums: (B, Hq, row_blocks, PARTS, TILE_M * WIDTH) float32, PARTS parts of the dims of dQ as
-`by_thread` in backward_sums.py orders them · added: (B, Hq, row_blocks, 2) int32, of each half how many tiles have
-added to it, or, in any order, whether it is there: see backward_sums.py.
+`by_thread` in backward_sums.py orders them · added: (B, Hq, row_blocks, 2) int32: see
+backward_sums.py.
 """
 
 import triton

@@ -1,6 +1,7 @@
 """How dQ of the backward pass is added up in memory, up to 128 dims: line 15 of Algorithm 2.
 
-Legend: sums, added: as in backward_rows.py.
+Legend: sums: as in backward_rows.py · added: (B, Hq, row_blocks, 2) int32, of each half of a block of dQ, in order how
+many tiles have added to it; in any order 0, 1 while the first that came writes it, WRITTEN once it is there.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from .compat import add_async, store_async
 from .tile import halves
 
 SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
-WRITTEN = gl.constexpr(2)  # in any order: a half of a block of dQ is there; 1: it is being written
+WRITTEN = gl.constexpr(2)
 
 
 @gluon.constexpr_function
