@@ -93,7 +93,10 @@ def written_from(p, added_ptr, head, step, first, end, turn):
 
     added_ptr: of a warpgroup. A look takes half a step, and what is there stays: so not one look for each step.
     """
-    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    lanes = gl.inline_asm_elementwise(  # 0 ... 31; by `gl.arange` the number of the thread would be spilled for it
+        "mov.u32 $0, %laneid;", "=r,r", [gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
     blocks = head * p.row_blocks + p.turned(gl.minimum(step + lanes, end - 1), first, end, turn)
     state = gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];",
