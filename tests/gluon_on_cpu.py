@@ -227,7 +227,7 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
     elif "fence.acq_rel.gpu;" in text:
         with LOCK:
             (pointer,) = arguments
-            pointer.tensor[int(pointer.at) : int(pointer.at) + 2] += 1
+            pointer.tensor[pointer.at] += 1
             LOCK.notify_all()
     elif text.startswith("mov.b32 $0, $1;"):
         return arguments[0]

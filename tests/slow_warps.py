@@ -44,7 +44,7 @@ def dawdle():
 PROCESSES = 3  # whose kernels the GPU interrupts for one another
 LONGEST = 600  # seconds, after which a process waits for what does not come
 CHECKED = "checked\n"
-BEFORE = r"mbarrier\.arrive\(|meet\(|fence_async_shared\(\)|tma\.store_wait\(|arrived\(\)|say_written\("
+BEFORE = r"mbarrier\.arrive\(|meet\(|fence_async_shared\(\)|tma\.store_wait\(|arrived\(\)|say_written\(|count_added\("
 BEHIND = r"mbarrier\.wait\(|meet\(|fence_async_shared\(\)|writes = is_first\("
 
 

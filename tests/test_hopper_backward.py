@@ -72,14 +72,14 @@ def backward_on_cpu(
     kernel = gluon_on_cpu.load("backward").backward_kernel
     box = list(backward_launch.sums_box(tiles))
     pieces = torch.full((sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim), float("nan"))
-    added = torch.full((case.batch * case.heads_q * blocks * 2,), WRITTEN.value if of.zeros else 0, dtype=torch.int32)
+    added = torch.full((case.batch * case.heads_q * blocks,), WRITTEN.value if of.zeros else 0, dtype=torch.int32)
     ranks = None if of.ranks is None else gluon_on_cpu.Pointer(of.ranks.flatten())
     pointers = gluon_on_cpu.Pointer(pieces.view(-1)), gluon_on_cpu.Pointer(added), ranks
     of_sums = gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box)
     arguments = (*descriptors, of_rows, of_sums, *pointers, gluon_on_cpu.Pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(kernel, len(table), arguments, together=case.deterministic or random.random() < 0.5)
     add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv)
-    there = added.view(-1, 2)[:, :1] != 0
+    there = added.view(-1, 1) != 0
     sums = torch.where(there, sums.view(len(there), -1), 0.0)
     return in_order(sums, case, tiles, blocks), dk, dv
 
@@ -213,7 +213,7 @@ def test_before_nothing_of_dq_is_there_and_after_what_no_tile_came_to_is_0(dim):
     out, lse = reference.forward(case, q, k, v)
     blocks = backward_launch.row_blocks(case, tiles)
     rows = torch.full((2, 1, 2, blocks * tiles.tile_m), float("nan"))
-    added = torch.full((2 * blocks, 2), 7, dtype=torch.int32)
+    added = torch.full((2 * blocks,), 7, dtype=torch.int32)
     begin = backward_launch.BEGIN.prepare(case, (out, dout, lse, dlse, rows, added))
     begin(0, out, dout, lse, dlse, rows, added)
     assert added.count_nonzero() == 0

@@ -3,7 +3,7 @@
 A persistent program per multiprocessor walks the tiles of its schedule; a tile is a block of keys and one key head. One
 warp loads by TMA, two warpgroups compute: each has half of the block's keys as the rows of S^T and dP^T, so that P^T
 and dS^T are in registers the left operands of dV and dK. Only dS goes through shared memory, for dQ, which all tiles of
-a head add up in float32 in global memory: a warp for each warpgroup does that, if need be in a fixed order (order.py).
+a head add up in float32 in global memory: two warps by turns do that, if need be in a fixed order (order.py).
 
 Legend: q, dout (B, Sq, Hq, D | Dv), k, v (B, Sk, Hk, D | Dv). A step is one block of TILE_M queries of one query head,
 in one part or two. A warpgroup's S^T, P^T, dP^T, dS^T of a part: (KEYS, QUERIES) · dK, dV: (KEYS, D), of 96 dims two
@@ -45,7 +45,7 @@ from .backward_problem import (
     row_numbers,
     store_piece,
 )
-from .backward_sums import add_loop, count_loop, first_dq_part, make_dq_rings, make_signals, put_dq
+from .backward_sums import add_loop, first_dq_part, make_dq_rings, put_dq
 from .channel import anew, make_ring, ring_of
 from .compat import seen_as
 from .tile import add_product, columns, no_sums, pass_turn, store_rows, take_turn, zeros
@@ -259,10 +259,9 @@ def backward_kernel(
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     K_KEPT: gl.constexpr, V_KEPT: gl.constexpr, DQ_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`, one in
-    `count_loop`, which has nothing to do unless in order.
+    """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`.
 
-    added: (B, Hq, row_blocks, 2) int32, 0, or WRITTEN where sums are zero; ranks: those of `order` in order.py, or
+    added: (B, Hq, row_blocks) int32, 0, or WRITTEN where sums are zero; ranks: those of `order` in order.py, or
     None: tiles add in any order.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
@@ -278,11 +277,6 @@ def backward_kernel(
     ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2 * WARPGROUPS, KEYS, TILE_M], ds_layout)
     ds_ring = ring_of(ds_buffers, 2, WARPGROUPS, WARPGROUPS, WARPGROUPS)
     dq_ring_0, dq_ring_1 = make_dq_rings(sums_desc, DQ_PARTS)
-    if not p.ORDERED:
-        arrivals_0: gl.constexpr = None
-        arrivals_1: gl.constexpr = None
-    else:
-        arrivals_0, arrivals_1 = make_signals(q_ring)
     # tuples inline: bound to a name they lose their constexprs
     gl.warp_specialize([
         (compute_loop, (0, DQ_PARTS, K_KEPT, V_KEPT, p, dk_desc, dv_desc, pieces_ptr,
@@ -291,8 +285,7 @@ def backward_kernel(
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
                      q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
-        (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, arrivals_0, added_ptr, ranks_ptr)),
-        (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_1, arrivals_1, added_ptr, ranks_ptr)),
-        (count_loop, (p, q_ring, arrivals_0, arrivals_1, added_ptr)),
-    ], [4, 1, 1, 1, 1],
-        [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, dq_ring_1, added_ptr, ranks_ptr)),
+        (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, dq_ring_1, added_ptr, ranks_ptr)),
+    ], [4, 1, 1, 1],
+        [COMPUTE_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip

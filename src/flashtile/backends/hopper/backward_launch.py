@@ -221,7 +221,7 @@ class BackwardPass(Launcher):
 
         sizes = [
             (2 * n_rows, torch.float32), (n_rows * tiles.head_dim, torch.float32),
-            (2 * n_rows // tiles.tile_m, torch.int32),
+            (n_rows // tiles.tile_m, torch.int32),
         ]  # fmt: skip
 
         def scratch() -> list[Tensor]:

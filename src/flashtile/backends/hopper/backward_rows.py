@@ -2,8 +2,7 @@
 
 Legend: out, dout (B, Sq, Hq, Dv), dq (B, Sq, Hq, D), lse, dlse (B, Hq, Sq) · rows: (2, B, Hq, row_blocks * TILE_M), the
 shifts and the deltas · sums: (B, Hq, row_blocks, PARTS, TILE_M * WIDTH) float32, PARTS parts of the dims of dQ as
-`by_thread` in backward_sums.py orders them · added: (B, Hq, row_blocks, 2) int32: see
-backward_sums.py.
+`by_thread` in backward_sums.py orders them · added: (B, Hq, row_blocks) int32: see backward_sums.py.
 """
 
 import triton
@@ -47,7 +46,7 @@ def begin_kernel(
     of_rows = at.to(tl.int64) * row_blocks * TILE_M + rows
     tl.store(rows_ptr + of_rows, shift)
     tl.store(rows_ptr + heads.to(tl.int64) * row_blocks * TILE_M + of_rows, delta)
-    tl.store(added_ptr + index * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+    tl.store(added_ptr + index, 0)
 
 
 @triton.jit(do_not_specialize=["heads_q", "seqlen_q", "row_blocks"])
@@ -60,7 +59,7 @@ def finish_kernel(
     index, _, head, batch, block = place(row_blocks, heads_q)
     sums_ptr += index.to(tl.int64) * (PARTS * TILE_M * WIDTH)
     row = block * TILE_M + tl.arange(0, TILE_M)
-    there = tl.broadcast_to(tl.load(added_ptr + index * 2), [TILE_M * WIDTH]) != 0
+    there = tl.broadcast_to(tl.load(added_ptr + index), [TILE_M * WIDTH]) != 0
     dq_ptr += batch * stride_qb + head * stride_qh
     of_rows = dq_ptr + row.to(tl.int64)[:, None] * stride_qs
     for part in tl.static_range(PARTS):

@@ -1,19 +1,20 @@
 """How dQ of the backward pass is added up in memory, up to 128 dims: line 15 of Algorithm 2.
 
-Legend: sums: as in backward_rows.py · added: (B, Hq, row_blocks, 2) int32, of each half of a block of dQ, in order how
-many tiles have added to it; in any order 0, 1 while the first that came writes it, WRITTEN once it is there.
+Legend: sums: as in backward_rows.py · added: (B, Hq, row_blocks) int32, of each block of dQ, in order how many
+tiles have added to it; in any order 0, 1 while the first that came writes it, WRITTEN once it is there.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .backward_problem import BATCH, END, FIELDS, FIRST, HEAD_K, RANKS, TURN, WARPGROUPS, first_step
-from .channel import make_ring, ring_of
+from .backward_problem import BATCH, END, FIELDS, FIRST, HEAD_K, RANKS, TURN, first_step
+from .channel import make_ring
 from .compat import add_async, store_async
 from .tile import halves
 
 SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
+ADDERS = gl.constexpr(2)  # warps that add, each of them every so many steps; no more, as `await_turn` tells two apart
 WRITTEN = gl.constexpr(2)
 
 
@@ -28,12 +29,6 @@ def make_dq_rings(sums_desc, DQ_PARTS: gl.constexpr):
     """For each warpgroup its parts of dQ of one step, on their way out by `add_loop`."""
     FIRST: gl.constexpr = first_dq_part(1, DQ_PARTS)
     return make_ring(sums_desc, 1, FIRST, 1), make_ring(sums_desc, 1, DQ_PARTS - FIRST, 1)
-
-
-@gluon.jit
-def make_signals(ring):
-    """For each warpgroup a ring of steps of which warps tell one another. Its buffers, of `ring`, are not used."""
-    return ring_of(ring.buffers, 2, 1, 1, 1), ring_of(ring.buffers, 2, 1, 1, 1)
 
 
 @gluon.jit
@@ -62,14 +57,18 @@ def put_dq(dq, ring, position):
 
 
 @gluon.jit
-def add_parts(sums_desc, ring, position, row, writes):
-    """Line 15: copies that add buffers to the sums, from a row on, or, of a block's first tile, write them there."""
+def add_half(sums_desc, ring, position, row, first: gl.constexpr, writes):
+    """Line 15: copies that add a warpgroup's buffers, parts `first` ... of a block of dQ, to the sums, of which the
+    block's begin in `row`; or, of a block's first tile, write them there. Then gives the buffers back."""
+    fence_async_shared()  # here: a fence right after the writes would wait for them
     for part in gl.static_range(ring.parts):
-        at = [row + part * sums_desc.block_shape[0], 0]
+        at = [row + (first + part) * sums_desc.block_shape[0], 0]
         if writes:
             store_async(sums_desc, at, ring.buffer(position, part))
         else:
             add_async(sums_desc, at, ring.buffer(position, part))
+    tma.store_wait(0)  # until they are read
+    ring.release(position)
 
 
 @gluon.jit
@@ -91,7 +90,7 @@ def await_added(added_ptr, tiles):
 def written_from(p, added_ptr, head, step, first, end, turn):
     """How many blocks of dQ from a step on, one after another and up to 32, are there, for copies to add to.
 
-    added_ptr: of a warpgroup. A look takes half a step, and what is there stays: so not one look for each step.
+    A look takes half a step, and what is there stays: so not one look for each step.
     """
     lanes = gl.inline_asm_elementwise(  # 0 ... 31; by `gl.arange` the number of the thread would be spilled for it
         "mov.u32 $0, %laneid;", "=r,r", [gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))],
@@ -100,7 +99,7 @@ def written_from(p, added_ptr, head, step, first, end, turn):
     blocks = head * p.row_blocks + p.turned(gl.minimum(step + lanes, end - 1), first, end, turn)
     state = gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];",
-        "=r,l", [added_ptr + blocks * WARPGROUPS], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l", [added_ptr + blocks], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     written = gl.min(gl.where(state == WRITTEN, 32, lanes), 0)
     gl.inline_asm_elementwise(
@@ -112,8 +111,8 @@ def written_from(p, added_ptr, head, step, first, end, turn):
 
 @gluon.jit
 def is_first(added_ptr):
-    """Whether this warp is the first that has something for a half of a block of dQ, and is to write it. If not, waits
-    until that is there: only for a copy under way, so that programs may run in any order."""
+    """Whether this warp is the first that has something for a block of dQ, and is to write it. If not, waits until that
+    is there: only for a copy under way, so that programs may run in any order."""
     mine = gl.inline_asm_elementwise(
         """{
         .reg .pred one, mine, missing;
@@ -138,7 +137,7 @@ def is_first(added_ptr):
 
 @gluon.jit
 def say_written(added_ptr):
-    """Says that a half of a block of dQ is there, by the warp that knows of it."""
+    """Says that a block of dQ is there, by the warp that knows of it."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one;
@@ -161,15 +160,15 @@ def arrived():
 
 @gluon.jit
 def count_added(added_ptr):
-    """Says that what this warp knows of has been added to a block of dQ, to both halves. One fence for both: it waits
-    for all that the multiprocessor has under way in memory."""
+    """Says that what this warp knows of has been added to a block of dQ. The fence waits for all that the
+    multiprocessor has under way in memory."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred one;
+        bar.warp.sync 0xffffffff;
         elect.sync _|one, 0xffffffff;
         @one fence.acq_rel.gpu;
         @one red.relaxed.gpu.global.add.u32 [$1], 1;
-        @one red.relaxed.gpu.global.add.u32 [$1 + 4], 1;
         mov.b32 $0, 0;
         }""",
         "=r,l", [added_ptr], dtype=gl.int32, is_pure=False, pack=1,
@@ -178,73 +177,55 @@ def count_added(added_ptr):
 
 @gluon.jit
 def add_loop(
-    warpgroup: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring, arrivals, added_ptr, ranks_ptr
+    adder: gl.constexpr, DQ_PARTS: gl.constexpr, p, sums_desc, q_ring, dq_ring_0, dq_ring_1, added_ptr, ranks_ptr
 ):  # fmt: skip
-    """The warp that adds a warpgroup's parts of dQ of every step to the sums, perhaps in the order of the ranks: line
-    15. The first to come to a block writes it, so that sums need not be zero before.
+    """A warp that adds dQ of every other step to the sums, perhaps in the order of the ranks: line 15. The first to
+    come to a block writes it, so that sums need not be zero before.
 
-    Each warpgroup has its own: one for both would wait for two copies in a step.
+    What it waits for from one copy to the next takes longer than a step, so that two take turns.
     """
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     for _ in range(n_tiles):
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-        if p.ORDERED:
-            of_step = ranks_ptr + gl.load(entry + RANKS)
-            rank = gl.load(of_step)
+        steps = end - first
         for i in range(p.group):
             written = 0  # so many of the next blocks are there; -1: the last was not, the next likely is not either
-            for j in range(first, end):
+            before = ((position + adder) % ADDERS).to(gl.int32)  # steps of the other warp, before one of this
+            for j in range(first + before, end, ADDERS):
+                at = position + (j - first)
                 block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                of_half = added_ptr + (block * WARPGROUPS + warpgroup)
                 if p.ORDERED:  # while dQ is computed: a look takes half a step
-                    await_added(of_half, rank.to(gl.int32))
+                    rank = gl.load(ranks_ptr + (gl.load(entry + RANKS) + i * steps + (j - first)))
+                    await_added(added_ptr + block, rank.to(gl.int32))
                     writes = rank == 0
                 else:
                     if written == 0:
-                        written = written_from(p, added_ptr + warpgroup, head + i, j, first, end, turn)
+                        written = written_from(p, added_ptr, head + i, j, first, end, turn)
                     writes = written <= 0
-                row = (block * DQ_PARTS + first_dq_part(warpgroup, DQ_PARTS)) * sums_desc.block_shape[0]
-                dq_ring.await_full(position)
-                fence_async_shared()  # here: a fence right after the writes would wait for them
+                row = block * (DQ_PARTS * sums_desc.block_shape[0])
+                await_turn(dq_ring_0, at)
                 if not p.ORDERED:
-                    if writes:  # perhaps: asked for only now, as whoever is the first must not wait for anything
-                        writes = is_first(of_half)
-                    written = gl.where(writes, -1, gl.maximum(written - 1, 0))
-                add_parts(sums_desc, dq_ring, position, row, writes)
-                tma.store_wait(0)  # until the buffer is read
-                dq_ring.release(position)
-                if not p.ORDERED:
-                    if writes:
-                        arrived()
-                        say_written(of_half)
-                else:
-                    of_step += 1
-                    rank = gl.load(of_step)  # of the next step, before it is needed
-                    arrivals.await_empty(position)
+                    if writes:  # perhaps: asked for only now, as the first must wait for its own program alone
+                        writes = is_first(added_ptr + block)
+                    written = gl.where(writes, -1, gl.maximum(written - ADDERS, 0))
+                add_half(sums_desc, dq_ring_0, at, row, 0, writes)
+                await_turn(dq_ring_1, at)
+                add_half(sums_desc, dq_ring_1, at, row, first_dq_part(1, DQ_PARTS), writes)
+                if p.ORDERED:
                     arrived()
-                    arrivals.fill(position)
-                position += 1
+                    count_added(added_ptr + block)
+                elif writes:
+                    arrived()
+                    say_written(added_ptr + block)
+            position += steps
         entry += FIELDS
 
 
 @gluon.jit
-def count_loop(p, q_ring, arrivals_0, arrivals_1, added_ptr):
-    """In order, the warp that counts what both warpgroups have added, so that those who add go on."""
-    if p.ORDERED:
-        entry, n_tiles = p.tiles()
-        position = first_step(q_ring)
-        for _ in range(n_tiles):
-            first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
-            head = gl.load(entry + BATCH) * p.heads_q + gl.load(entry + HEAD_K) * p.group
-            for i in range(p.group):
-                for j in range(first, end):
-                    block = (head + i) * p.row_blocks + p.turned(j, first, end, turn)
-                    arrivals_0.await_full(position)
-                    arrivals_1.await_full(position)
-                    count_added(added_ptr + block * WARPGROUPS)
-                    arrivals_0.release(position)
-                    arrivals_1.release(position)
-                    position += 1
-            entry += FIELDS
+def await_turn(dq_ring, position):
+    """Waits until a buffer is full of a step's dQ, once the other warp has read that of the step before: a barrier
+    knows whether the last phase is over, not which it is."""
+    dq_ring.await_empty(position)
+    dq_ring.await_full(position)

@@ -66,9 +66,7 @@ class Tiles:
         return 2 * (q_and_k + v_and_out) + barriers + failures
 
 
-D64 = Tiles(
-    64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True, earlier_ptxas=False
-)
+D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True)
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
 484 -> 590 TFLOP/s. Tails: S = 4097 full +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops
 slower, they are not for. Each warpgroup up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on

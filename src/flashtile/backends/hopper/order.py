@@ -141,7 +141,7 @@ def order(spec: AttentionSpec, keys: int, tile_m: int, programs: int) -> Order:
     by_time = when.argsort(dim=1, stable=True)
     places = torch.arange(blocks, dtype=torch.int16)[:, None].expand_as(by_time)
     by_block = torch.empty_like(by_time, dtype=torch.int16).scatter_(1, by_time, places).flatten(0, 1)
-    ranks = torch.zeros(len(turns) + 1, when.shape[2], dtype=torch.int16)  # the step after the last is looked up too
+    ranks = torch.zeros(len(turns), when.shape[2], dtype=torch.int16)
     for place, visited in enumerate(steps_of):
         ranks[place, : len(visited)] = by_block[place, visited.long()]
     return Order(lists, turns, ranks, [[] for _ in lists])
