@@ -70,8 +70,9 @@ D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_regi
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
 484 -> 590 TFLOP/s. Tails: S = 4097 full +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops
 slower, they are not for. Each warpgroup up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on
-ahead of D64_SHORT, 463 -> 493. By triton 3.9 with its own ptxas S = 2k, 8k, 16k full 1.00, 0.99, 0.98 of what it makes
-by 3.6, with the earlier 0.99, 0.97, 0.98."""
+ahead of D64_SHORT, 463 -> 493. By triton 3.9 with its own ptxas S = 2k, 4k, 16k full 0.97, 0.99, 0.99 of what it makes
+by 3.6, with the earlier 0.99, as one of three warpgroups has 27 instructions of a step fewer; causal 0.98 to 0.99 by
+both."""
 D64_SHORT = Tiles(
     64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, earlier_ptxas=False
 )  # fmt: skip
