@@ -79,7 +79,7 @@ def backward_on_cpu(
     arguments = (*descriptors, of_rows, of_sums, *pointers, gluon_on_cpu.Pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(kernel, len(table), arguments, together=case.deterministic or random.random() < 0.5)
     add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv)
-    there = added.view(-1, 1) != 0
+    there = added[:, None] != 0
     sums = torch.where(there, sums.view(len(there), -1), 0.0)
     return in_order(sums, case, tiles, blocks), dk, dv
 
