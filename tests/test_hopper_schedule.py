@@ -227,10 +227,10 @@ def test_query_blocks_hold_every_visible_pair_and_mask_where_one_is_not(seqlen_q
             assert blocks[i].shape[1] == 128
 
 
-@pytest.mark.parametrize("seqlen", [2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("seqlen", [2048, 4096, 4224, 8192, 16384])
 @pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
 def test_programs_finish_together(seqlen, right):
-    """The busiest program has at most 2 % more to do than the mean, or one tile, where tiles are few."""
+    """The busiest program has at most 1 % more to do than the mean, or one tile, where tiles are few."""
     case = spec((seqlen, seqlen), (16, 16), (128, 128), BF16, batch=16384 // seqlen, right=right)
     load = [
         sum(key_blocks(case, m_block, 128, 128) + TILE_COST for _, m_block in program)
@@ -238,7 +238,7 @@ def test_programs_finish_together(seqlen, right):
     ]
     mean = sum(load) / len(load)
     shortest = min(key_blocks(case, m_block, 128, 128) for m_block in range(seqlen // 128))
-    assert max(load) <= max(1.02 * mean, mean + shortest + TILE_COST)
+    assert max(load) <= max(1.01 * mean, mean + shortest + TILE_COST)
 
 
 @pytest.mark.parametrize("seqlen", [512, 2048, 8192])
