@@ -34,6 +34,7 @@ CASES = {
     "D 192, Dv 128": spec((200, 700), (4, 2), (192, 128), BF16, batch=1, right=0),
     "D 192, Dv 256": spec((200, 300), (2, 1), (192, 256), HALF, batch=1, right=0, softcap=4.0),
     "D 256": spec((200, 200), (4, 2), (256, 192), BF16, batch=1, right=0),
+    "D 256, keys past the last whole block": spec((200, 330), (4, 2), (256, 256), BF16, batch=1),
 }
 
 

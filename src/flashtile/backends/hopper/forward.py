@@ -324,6 +324,10 @@ def compute_walk(
         row_new = p.first_query(m_block, warpgroup)
         q_ring.await_full(q_position)
         q = matrix(q_ring.buffer(q_position, 0))
+        if p.Q_KEPT > 0:
+            q = columns(q_ring, q_position, 0, p.Q_KEPT).load(gl.DotOperandLayout(0, s_layout, 2))
+            if all_kept(p, q_ring):
+                q_ring.release(q_position)
         m_new = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
         if p.TAILS:
             s_tail = gl.zeros([p.TILE_M, TAIL], gl.float32, tail_layout)
@@ -331,10 +335,6 @@ def compute_walk(
                 s_tail = tail_scores(p, q, q_ring, q_position, row_new, end * p.TILE_N, k_ring, position, s_tail)
                 m_new = gl.convert_layout(gl.max(s_tail, axis=1), row_layout)
                 position += 1
-        if p.Q_KEPT > 0:
-            q = columns(q_ring, q_position, 0, p.Q_KEPT).load(gl.DotOperandLayout(0, s_layout, 2))
-            if all_kept(p, q_ring):
-                q_ring.release(q_position)
         # S of the first block but for the tail; flat: under the last O += P V of the tile before
         k_ring.await_full(position)
         take_turn(warpgroup)
