@@ -108,7 +108,7 @@ D256 = Tiles(
 """What fits: O takes half of the registers, and shared memory has room for one Q and half of O. A product of 64 keys
 reads as much of Q as of K: with half of Q in registers S = 8k 0, hot 0 and +1 %, 32k hot 0 to +2 %, 512 -1 to 0 %. A
 tile that ends before the next begins: 12 instructions of a step fewer, S = 512 +3 and +2 %, 8k +1 and 0 %, hot +1 %.
-Tails: S = 4097 full +1 %, hot +2.5 %, other lengths -0.6 to 0 %."""
+Tails: S = 4097 full +1 %, hot +2.5 %, other lengths -0.7 to 0 %."""
 
 
 @dataclass(frozen=True)
