@@ -19,14 +19,17 @@ from ...spec import AttentionSpec
 SECTION_BYTES = 33_600_000
 # Tiles for each program that make a section large enough: K and V of fewer heads are read by more programs at a time.
 # S = 512 causal, D 128, 16k tokens on an H200: 334 -> 356 TFLOP/s against sections as large as the cache.
-SECTION_ROUNDS = 2
+SECTION_ROUNDS = (2,)
+# The same in the forward pass, whichever leaves programs more even; if both do, the smaller. S = 512 and 1k causal on an
+# H200 D 256 +1 and 0 %, on an H100 +4 and +3 %; D 64, which two rounds leave more even, would lose 2 to 3 %.
+FORWARD_ROUNDS = (1, 2)
 # In the forward pass the shortest tiles, so many for each program, may come after all sections.
 LAST_ROUNDS = 2
-# Which it must make up for, as K and V of these have left the cache. On an H200, causal, where programs became more
-# even by 0.7 %, D 128, S = 1k lost 1.6 %; by 1 %, D 64 and 128, S = 4097 and D 256, S = 1k gained 2.5, 0.7 and 5.4 %.
-LAST_COST = 1.008
+# Which it must make up for, as K and V of these have left the cache: so many bytes, read again, take a program as long as
+# a step, by what such an end cost causal calls of 512 and 1k tokens: 1 to 15 % on an H200, up to twice that on an H100.
+AGAIN_BYTES = 150_000
 # A program may have so much more to do than the mean, or sections are made larger.
-MOST_UNEVEN = 1.03
+MOST_UNEVEN = 1.035
 # By how much a step is shorter if all warpgroups sit it out, so many of them by so much less. One of two: a tile of 16k
 # keys takes 0.70, 0.76, 0.73 of the time at D 64, 128, 256 on an H200.
 SITTING_OUT = 0.5
@@ -67,39 +70,45 @@ def idle(spec: AttentionSpec, m_block: int, rows: int, warpgroups: int) -> float
     return missing * warpgroups // rows / warpgroups
 
 
-def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int) -> list[int]:
-    """Into how many sections the key heads of the whole batch may come: of a size that fits, and a little more, all of
-    one size. On an H200 these brought causal calls +1 to +2.5 % where programs became more even by that."""
+def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int, rounds: int) -> list[int]:
+    """Into how many sections the key heads of the whole batch may come: of a size that fits, no larger than for so many
+    rounds of tiles, and a little more, all of one size. On an H200 these brought causal calls +1 to +2.5 % where
+    programs became more even by that."""
     fitting = SECTION_BYTES // head_bytes
-    enough = -(-SECTION_ROUNDS * programs // tiles_per_head)
+    enough = -(-rounds * programs // tiles_per_head)
     count = min(heads, max(1, round(heads / max(1, min(fitting, enough)))))
     return [count] + [n for n in range(count + 1, min(heads, count * 3 // 2) + 1) if heads % n == 0][:1]
 
 
 def spread(
-    cost: list[float], heads: int, group: int, head_bytes: int, programs: int, alike: bool, last: int = 0
-) -> list[list[Tile]]:
+    cost: list[float], heads: int, group: int, head_bytes: int, programs: int, alike: bool,
+    rounds: tuple[int, ...] = SECTION_ROUNDS, last: int = 0,
+) -> list[list[Tile]]:  # fmt: skip
     """The tiles of every program, `group` of each block of a key head: one key head after the other if tiles are alike,
     else in sections for the cache's sake, or in fewer, if that leaves some program with too much to do. The `last`
     blocks of each head may come after all sections."""
     mean = sum(cost) * heads * group / programs
-    found: list[tuple[float, list[list[Tile]]]] = []
+    last_keys = sorted(cost)[last - 1] / max(cost) if last else 0  # of a head's
+    again = last_keys * heads * head_bytes / programs / AGAIN_BYTES
+    found: list[tuple[float, int, list[list[Tile]]]] = []
 
     def find(count: int) -> None:
         parts = [range(heads * i // count * group, heads * (i + 1) // count * group) for i in range(count)]
         for after in sorted({0, last}):
             lists = assign(cost, parts, programs, after)
             longest = max(sum(cost[block] for _, block in tiles) for tiles in lists)
-            found.append((longest * LAST_COST if after else longest, lists))
+            found.append((longest + again if after else longest, -count, lists))
 
-    counts = [heads] if alike else sections(heads, head_bytes, len(cost) * group, programs)
+    counts = {heads}
+    if not alike:
+        counts = {count for n in rounds for count in sections(heads, head_bytes, len(cost) * group, programs, n)}
     for count in counts:
         find(count)
-    count = counts[0]
+    count = min(counts)
     while not alike and count > 1 and min(found)[0] > MOST_UNEVEN * mean:
         count //= 2
         find(count)
-    return min(found)[1]
+    return min(found)[2]
 
 
 def assign(cost: list[float], sections: list[range], programs: int, last: int) -> list[list[Tile]]:
@@ -132,8 +141,8 @@ def schedule(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, progr
     sat_out = [SITTING_OUT * idle(spec, m_block, rows, warpgroups) for m_block in m_blocks]
     cost = [n * (1 - part) + TILE_COST for n, part in zip(blocks, sat_out, strict=True)]
     alike = min(blocks) == max(blocks)
-    last = 0 if alike else -(-LAST_ROUNDS * programs // (spec.batch * spec.heads_q))
-    return spread(cost, spec.batch * spec.heads_k, spec.group, head_bytes, programs, alike, last)
+    last = 0 if alike else min(len(cost), -(-LAST_ROUNDS * programs // (spec.batch * spec.heads_q)))
+    return spread(cost, spec.batch * spec.heads_k, spec.group, head_bytes, programs, alike, FORWARD_ROUNDS, last)
 
 
 @functools.lru_cache(maxsize=64)
