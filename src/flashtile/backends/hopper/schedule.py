@@ -20,16 +20,16 @@ SECTION_BYTES = 33_600_000
 # Tiles for each program that make a section large enough: K and V of fewer heads are read by more programs at a time.
 # S = 512 causal, D 128, 16k tokens on an H200: 334 -> 356 TFLOP/s against sections as large as the cache.
 SECTION_ROUNDS = (2,)
-# The same in the forward pass, whichever leaves programs more even; if both do, the smaller. S = 512 and 1k causal on an
-# H200 D 256 +1 and 0 %, on an H100 +4 and +3 %; D 64, which two rounds leave more even, would lose 2 to 3 %.
+# The same in the forward pass, whichever leaves programs more even; if both do, the smaller. S = 512 and 1k causal, by
+# one round, not two: D 256 +2 and +0.5 % on an H200, +4 and +3 % on an H100; D 64, which two leave more even, -3 and -2 %.
 FORWARD_ROUNDS = (1, 2)
 # In the forward pass the shortest tiles, so many for each program, may come after all sections.
 LAST_ROUNDS = 2
-# Which it must make up for, as K and V of these have left the cache: so many bytes, read again, take a program as long as
-# a step, by what such an end cost causal calls of 512 and 1k tokens: 1 to 15 % on an H200, up to twice that on an H100.
+# Which it must make up for, as K and V of these have left the cache: so many bytes, read again, take a program as long
+# as a step. By what such an end cost causal calls of 512 and 1k tokens: 0.5 to 15 % on an H200, 5 to 18 % on an H100.
 AGAIN_BYTES = 150_000
-# A program may have so much more to do than the mean, or sections are made larger. D 256, S = 1k causal, has 1.031 in any
-# that fit; in larger ones it took 1.09 of the time on an H200.
+# A program may have so much more to do than the mean, or sections are made larger. D 256, S = 1k causal, has 1.031 in
+# the smaller ones; in larger ones it took 1.09 of the time on an H200.
 MOST_UNEVEN = 1.035
 # By how much a step is shorter if all warpgroups sit it out, so many of them by so much less. One of two: a tile of 16k
 # keys takes 0.70, 0.76, 0.73 of the time at D 64, 128, 256 on an H200.
