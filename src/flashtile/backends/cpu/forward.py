@@ -143,18 +143,20 @@ class _QueryBlocks:
         largest = _longest_row(q_i) * self.longest_key * (spec.softcap or 1.0)
         first, end = spec.visible_keys(spec.seqlen_q - 1)
         if largest <= SAFE_SCORE and end - first > FEW_KEYS:  # a NaN is not
+            if spec.softcap == 0:
+                q_i.mul_(self.log2_e)
             return rows, self._bounded_step
         minus_m.fill_(torch.finfo(exact).max)  # not inf: rows without keys stay clear of NaN
         return rows, self._online_step
 
-    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Line 8."""
+    def _scores(self, q: Tensor, k: Tensor, capped: float) -> Tensor:
+        """Line 8; with a soft cap, at most `capped`."""
         s = torch.matmul(q, k.mT, out=self.scratch("scores", self.exact, *q.shape[:-1], k.shape[-2]))
-        return s.tanh_().mul_(self.spec.softcap) if self.spec.softcap > 0 else s
+        return s.tanh_().mul_(capped) if self.spec.softcap > 0 else s
 
     def _online_step(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
         """Lines 8 to 10."""
-        s = self._scores(rows.q, columns.k)
+        s = self._scores(rows.q, columns.k, self.spec.softcap)
         if tile.masked:
             hide_(self.spec, tile, s, -math.inf)
         minus_m = torch.minimum(rows.minus_m, s.amax(-1, keepdim=True).mul_(-self.log2_e))  # line 9
@@ -166,8 +168,9 @@ class _QueryBlocks:
         self.scratch.add_product(rows.o, self.scratch.converted("p", self.product, p), columns.v)
 
     def _bounded_step(self, tile: Tile, rows: _Rows, columns: _Columns) -> None:
-        """Lines 8 to 10 where m = 0 throughout, so that nothing has to be found, subtracted or rescaled."""
-        p = self._scores(rows.q, columns.k).mul_(self.log2_e).exp2_()
+        """Lines 8 to 10 where m = 0 throughout, so that nothing has to be found, subtracted or rescaled: scores come in
+        base 2."""
+        p = self._scores(rows.q, columns.k, self.spec.softcap * self.log2_e).exp2_()
         if tile.masked:
             hide_(self.spec, tile, p, 0.0)
         rows.ell.add_(p.sum(-1, keepdim=True))

@@ -21,7 +21,7 @@ SECTION_BYTES = 33_600_000
 # S = 512 causal, D 128, 16k tokens on an H200: 334 -> 356 TFLOP/s against sections as large as the cache.
 SECTION_ROUNDS = (2,)
 # The same in the forward pass, whichever leaves programs more even; if both do, the smaller. S = 512 and 1k causal, by
-# one round, not two: D 256 +2 and +0.5 % on an H200, +4 and +3 % on an H100; D 64, which two leave more even, -3 and -2 %.
+# one round, not two: D 256 +2 and +0.5 % on an H200, +4 and +3 % on an H100; D 64, which two leave more even, -3, -2 %.
 FORWARD_ROUNDS = (1, 2)
 # In the forward pass the shortest tiles, so many for each program, may come after all sections.
 LAST_ROUNDS = 2
