@@ -253,6 +253,13 @@ def test_programs_of_the_backward_pass_finish_together(seqlen, heads):
     assert max(load) <= 1.05 * sum(load) / len(load)
 
 
+def test_short_calls_read_keys_from_memory_once():
+    """Where programs are even enough, no tiles of the first heads come last, when their K and V have left the cache."""
+    case = spec((1024, 1024), (8, 8), (256, 256), BF16, batch=16, right=0)
+    last_heads = [program[-1][0] for program in schedule(case, 128, 2, 64, PROGRAMS)]
+    assert min(last_heads) >= 3 / 4 * case.batch * case.heads_q
+
+
 def test_within_a_program_and_section_tiles_get_shorter():
     case = spec((4096, 4096), (4, 4), (128, 128), BF16, batch=1, right=0)  # K and V of four heads: one section
     for program in schedule(case, 128, 2, 128, PROGRAMS):
