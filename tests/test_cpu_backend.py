@@ -163,6 +163,25 @@ def test_python_threads_do_not_disturb_each_other():
         assert all(torch.equal(x, y) for result in results for x, y in zip(result, expected, strict=True))
 
 
+@pytest.mark.skipif(workers._MKL_THREADS is None, reason="torch without MKL in it")
+def test_products_of_a_task_take_one_core_and_others_as_many_as_before(thread_count):
+    thread_count(2)
+    before = workers._MKL_THREADS(2)
+    try:
+        inside = []
+
+        def task(_):
+            inside.append(workers._MKL_THREADS(1))
+
+        workers.run(lambda: task, [(i,) for i in range(8)])
+        assert inside == [1] * 8
+        assert workers._MKL_THREADS(2) == 2
+        workers.run(lambda: task, [(0,)])  # alone it has all cores
+        assert inside[8:] == [2]
+    finally:
+        workers._MKL_THREADS(before)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("failing", ["start", "task"])
 def test_an_exception_reaches_the_caller(threads, failing, thread_count):
