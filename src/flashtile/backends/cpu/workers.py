@@ -61,7 +61,7 @@ def _next(queue: deque[tuple]) -> tuple | None:
 @contextlib.contextmanager
 def _products_on_one_core() -> Iterator[None]:
     """Of this thread. Where torch.set_num_threads was called, MKL would divide products for as many threads, though it
-    has one here: float32 forward and backward passes took 3 to 8 % longer on two cores.
+    has one here: float32 passes took 2 to 8 % longer on two cores (cpu-runs.json).
     """
     if _MKL_THREADS is None:
         yield

@@ -19,14 +19,14 @@ from ...spec import AttentionSpec
 SECTION_BYTES = 33_600_000
 # Tiles for each program that make a section large enough: K and V of fewer heads are read by more programs at a time.
 # S = 512 causal, D 128, 16k tokens on an H200: 334 -> 356 TFLOP/s against sections as large as the cache.
-SECTION_ROUNDS = (2,)
+BACKWARD_ROUNDS = (2,)
 # The same in the forward pass, whichever leaves programs more even; if both do, the smaller. S = 512 and 1k causal, by
 # one round, not two: D 256 +2 and +0.5 % on an H200, +4 and +3 % on an H100; D 64, which two leave more even, -3, -2 %.
 FORWARD_ROUNDS = (1, 2)
 # In the forward pass the shortest tiles, so many for each program, may come after all sections.
 LAST_ROUNDS = 2
 # Which it must make up for, as K and V of these have left the cache: so many bytes, read again, take a program as long
-# as a step. By what such an end cost causal calls of 512 and 1k tokens: 0.5 to 15 % on an H200, 5 to 18 % on an H100.
+# as a step. By what such an end cost causal calls of 512 and 1k tokens: 0 to 15 % on an H200, 5 to 17 % on an H100.
 AGAIN_BYTES = 150_000
 # A program may have so much more to do than the mean, or sections are made larger. D 256, S = 1k causal, has 1.031 in
 # the smaller ones; in larger ones it took 1.09 of the time on an H200.
@@ -83,7 +83,7 @@ def sections(heads: int, head_bytes: int, tiles_per_head: int, programs: int, ro
 
 def spread(
     cost: list[float], heads: int, group: int, head_bytes: int, programs: int, alike: bool,
-    rounds: tuple[int, ...] = SECTION_ROUNDS, last: int = 0,
+    rounds: tuple[int, ...], last: int = 0,
 ) -> list[list[Tile]]:  # fmt: skip
     """The tiles of every program, `group` of each block of a key head: one key head after the other if tiles are alike,
     else in sections for the cache's sake, or in fewer, if that leaves some program with too much to do. The `last`
@@ -100,9 +100,8 @@ def spread(
             longest = max(sum(cost[block] for _, block in tiles) for tiles in lists)
             found.append((longest + again if after else longest, -count, lists))
 
-    counts = {heads}
-    if not alike:
-        counts = {count for n in rounds for count in sections(heads, head_bytes, len(cost) * group, programs, n)}
+    tiles = len(cost) * group
+    counts = {heads} if alike else {n for some in rounds for n in sections(heads, head_bytes, tiles, programs, some)}
     for count in counts:
         find(count)
     count = min(counts)
@@ -172,7 +171,7 @@ def backward_schedule(spec: AttentionSpec, keys: int, tile_m: int, programs: int
     """The backward pass: tiles of `keys` keys, each with all queries of its group that see one of them."""
     cost = tile_costs(spec, keys, tile_m)
     alike = min(cost) == max(cost)
-    return spread(cost, spec.batch * spec.heads_k, 1, backward_head_bytes(spec), programs, alike)
+    return spread(cost, spec.batch * spec.heads_k, 1, backward_head_bytes(spec), programs, alike, BACKWARD_ROUNDS)
 
 
 def with_pieces(
