@@ -78,7 +78,7 @@ def compile_cached(call, q, arch, num_splits=0):
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
     parts = empty(2 * spec.programs, decode_config.tile_m(of), of.head_dim_v), empty(2 * spec.programs)
-    parts = parts if spec.programs else (None, None)
+    parts = parts if spec.merges else (None, None)
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
@@ -90,7 +90,7 @@ def compile_cached(call, q, arch, num_splits=0):
         (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, q)),
         (decode_launch.MERGE, spec, (*parts, *lengths, out, lse)),
     ]
-    for launcher, described, tensors in launches if spec.programs else launches[:2]:
+    for launcher, described, tensors in launches if spec.merges else launches[:2]:
         yield compile_launch(launcher, described, arch, *tensors)
 
 
@@ -123,6 +123,19 @@ def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, ca
 )
 def test_tasks_have_as_many_programs_each_or_these_tasks_if_hardly_any_is_left_out(tasks, programs):
     assert decode_launch.programs_for(tasks, 132) == programs
+
+
+@pytest.mark.parametrize(("batch", "programs", "merges"), [(16, 0, False), (64, 256, False), (60, 264, True)])
+def test_without_lengths_whole_tasks_are_not_merged(batch, programs, merges):
+    """One task for a program, two, or nearly two."""
+    call, q = cached_call(spec((1, 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    assert decode_launch.decode_spec(call, 0, "sm_90", 132).merges
+    call = replace(call, cache=replace(call.cache, seqlens=None))
+    launched = decode_launch.decode_spec(call, 0, "sm_90", 132)
+    assert (launched.programs, launched.merges) == (programs, merges)
+    kernels = list(compile_cached(call, q, "sm_90"))
+    assert len(kernels) == 2 + merges
+    assert not any(usage.spills for usage, _ in kernels)
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])

@@ -211,6 +211,24 @@ def test_lengths_that_are_alike(seqlen, num_splits, device, dtype):
     torch.testing.assert_close(lse[0].double(), wanted_lse, rtol=0, atol=1e-5)
 
 
+ALIKE = [(1, 2, "full"), (3, 2, "causal"), (5, 1, "causal"), (5, 2, "full"), (5, 2, "window"), (132, 4, "window")]
+
+
+@pytest.mark.parametrize(("batch", "heads_k", "mask"), ALIKE)
+@pytest.mark.parametrize(("device", "dtype"), SHARING)
+def test_a_cache_without_lengths_is_read_whole(batch, heads_k, mask, device, dtype):
+    """More programs than tasks, one for each, or for two, and others that share tasks; on a GPU one for two at 132, 4."""
+    torch.manual_seed(0)
+    shapes = (2, 4, D), (300, heads_k, D), (300, heads_k, DV)
+    q, k, v = (normal(batch, *shape, dtype=dtype) for shape in shapes)
+    inputs = (x.to(device) for x in (q, k, v))
+    out, lse = (x.cpu() for x in flash_attn_with_kvcache(*inputs, **MASKS[mask], return_softmax_lse=True))
+    for b in range(batch):
+        wanted, wanted_lse = attention(*(x[b].double() for x in (q, k, v)), **MASKS[mask])
+        torch.testing.assert_close(out[b].double(), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
+
+
 EMPTY = {"no sequence": (0, 4, 4, 8), "no query": (2, 0, 4, 8), "no new key": (2, 4, 0, 8), "no room": (2, 4, 0, 0)}
 
 

@@ -7,7 +7,8 @@ How many keys there are is read on the device, so that a grid does not depend on
 tasks lie in one line, task after task, and every program takes an equal share of that line, whatever the lengths
 are: the end of one task, whole ones, the beginning of another. A task that lies in one share is written at once, the
 others as parts: a program has at most one part that began before its share, kept in slot 2 p, and one that goes on
-behind it, in slot 2 p + 1. `merge_kernel` finds them by the same arithmetic. Without SHARED a program has one task.
+behind it, in slot 2 p + 1. `merge_kernel` finds them by the same arithmetic. Without SHARED a program has one task;
+where there are no slots, as sequences are alike and programs have whole tasks, nothing is merged.
 
 Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_size, Hk, D | Dv) · parts: out
 (2 programs, TILE_M, Dv) and lse (2 programs, TILE_M), float32 · out (B, Sq, Hq, Dv) · lse (B, Hq, Sq).
@@ -200,7 +201,7 @@ def decode_kernel(
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
     NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
-    SHARED: tl.constexpr, EARLY_MERGE: tl.constexpr,
+    SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
 
@@ -217,22 +218,31 @@ def decode_kernel(
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks
     program = tl.program_id(0)
-    if EARLY_MERGE:
+    if EARLY:
         tl.extra.cuda.gdc_wait()  # it starts while the kernel before ends
         tl.extra.cuda.gdc_launch_dependents()  # once all programs run; the merge takes no place from them
     if SHARED:
-        line = blocks_of_sequences(
-            batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-        n_blocks = tl.sum(line, 0)
+        alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
+        if alike:
+            n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+            n_blocks = blocks * tasks * batches
+        else:
+            line = blocks_of_sequences(
+                batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+                TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            n_blocks = tl.sum(line, 0)
         share = share_of_line(n_blocks, tl.num_programs(0), least)
         position = program * share
         stop = tl.minimum(position + share, n_blocks)
         place = tl.minimum(position, n_blocks - 1)  # an empty share has q and a page too, and must find them
-        before = tl.cumsum(line, 0) <= place
-        sequence = tl.sum(before.to(tl.int32), 0)
-        inside_sequence = place - tl.sum(tl.where(before, line, 0), 0)
+        if alike:
+            sequence = place // (blocks * tasks)
+            inside_sequence = place % (blocks * tasks)
+        else:
+            before = tl.cumsum(line, 0) <= place
+            sequence = tl.sum(before.to(tl.int32), 0)
+            inside_sequence = place - tl.sum(tl.where(before, line, 0), 0)
     else:
         sequence = program // tasks
     first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
@@ -326,7 +336,7 @@ def decode_kernel(
                 sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
                 out, lse = with_sink(out, lse, tl.where(begin == 0, sink, float("-inf")))  # in one part of a task
             stored = here[:, None] & (dims_v < DV)[None, :]
-            if not SHARED or (ends & (begin == 0)):
+            if out_parts_ptr is None or (ends & (begin == 0)):
                 out_at = ((sequence.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
                 tl.store(out_ptr + (out_at[:, None] + dims_v[None, :]), out.to(out_ptr.dtype.element_ty), stored)
                 lse_at = (sequence.to(tl.int64) * heads_k * group + head) * seqlen_q + query
@@ -368,16 +378,16 @@ def merge_kernel(
     programs, batches, seqlen_q, heads_k, group, seqlen_new, capacity, least, window_left, window_right,
     DV: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY_MERGE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """DIMS of out, and lse, of one row, where its task was split: grid (B * Hq * Sq * blocks of DIMS,).
 
-    With EARLY_MERGE it starts while parts are still computed. What it reads before it waits, the lengths, was there
+    With EARLY it starts while parts are still computed. What it reads before it waits, the lengths, was there
     before `decode_kernel` began, which is launched behind all that came before. Programs that have nothing to merge end
     while parts are computed, and leave their place to others. The first waits even so: this kernel must not end before
     `decode_kernel`, as the next one in the stream waits for this one alone.
     """
-    if EARLY_MERGE:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel, if it waits for this one by itself
     dim_blocks = tl.cdiv(DV, DIMS)
     dim = tl.program_id(0) % dim_blocks * DIMS + tl.arange(0, DIMS)
@@ -398,7 +408,7 @@ def merge_kernel(
     begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + (head // group * m_blocks + row // TILE_M) * blocks
     program = begin // share  # the first that has a part
     n_parts = (begin + blocks - 1) // share - program + 1
-    if EARLY_MERGE and (n_parts > 1) | (tl.program_id(0) == 0):
+    if EARLY and (n_parts > 1) | (tl.program_id(0) == 0):
         tl.extra.cuda.gdc_wait()  # what is asked for here is known before
     if n_parts > 1:
         first_at = program.to(tl.int64) * (2 * TILE_M) + row % TILE_M
