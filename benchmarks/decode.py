@@ -37,6 +37,7 @@ BUDGET = 0.02  # of the largest |out|: a few roundings of bfloat16, which is wha
 BIG = 256 << 20  # bytes of K and V from which on the bandwidth counts, not the launches
 ROUND_MS = 6
 NOT_MERGED = "flashtile, not merged"
+NO_LENGTHS = "flashtile, no lengths"
 Caches = dict[torch.dtype, tuple[Tensor, Tensor]]
 Provider = Callable[["Step"], Tensor]
 
@@ -80,15 +81,18 @@ class Point:
 
     @property
     def providers(self) -> dict[str, Provider]:
-        """PyTorch's own have neither lengths, pages, scales nor a mask aligned to the bottom right."""
+        """PyTorch's own have neither lengths, pages, scales nor a mask aligned to the bottom right: beside them stands
+        what ours takes without lengths too.
+        """
         plain = self == Point(self.batch, self.heads_q, self.heads_k, self.seqlen)
-        return {"flashtile": ours} | (PYTORCH if plain else {}) | LIBRARIES
+        return {"flashtile": ours} | ({NO_LENGTHS: without_lengths} | PYTORCH if plain else {}) | LIBRARIES
 
 
 RAGGED, LARGE, MANY = Point(64, 32, 8, 65536, ragged=True), Point(8, 32, 8, 32768), Point(64, 32, 8, 4096)
 MULTI_QUERY = [Point(1, 32, 1, 512 << i) for i in range(8)]  # FlashAttention-2, figure 5, of one sequence
 POINTS = [
     Point(1, 32, 8, 131072), LARGE, MANY, RAGGED, Point(16, 32, 1, 16384), Point(1, 32, 8, 1024), *MULTI_QUERY,
+    Point(16, 32, 8, 1024), Point(64, 32, 8, 1024), Point(128, 32, 8, 1024),
     *(replace(point, page_size=size) for point in (MANY, RAGGED) for size in (16, 256)),
     replace(LARGE, seqlen_q=4), *(replace(point, stored=torch.float8_e4m3fn) for point in (LARGE, RAGGED)),
 ]  # fmt: skip
@@ -145,6 +149,11 @@ def truth(step: Step, b: int) -> Tensor:
 
 def ours(step: Step) -> Tensor:
     return flash_attn_with_kvcache(step.q, step.k, step.v, **step.settings)
+
+
+def without_lengths(step: Step) -> Tensor:
+    """All keys of the cache are read, as PyTorch's own do."""
+    return flash_attn_with_kvcache(step.q, step.k, step.v)
 
 
 def not_merged(step: Step) -> Tensor:

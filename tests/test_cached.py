@@ -217,7 +217,7 @@ ALIKE = [(1, 2, "full"), (3, 2, "causal"), (5, 1, "causal"), (5, 2, "full"), (5,
 @pytest.mark.parametrize(("batch", "heads_k", "mask"), ALIKE)
 @pytest.mark.parametrize(("device", "dtype"), SHARING)
 def test_a_cache_without_lengths_is_read_whole(batch, heads_k, mask, device, dtype):
-    """More programs than tasks, one for each, or for two, and others that share tasks; on a GPU one for two at 132, 4."""
+    """More programs than tasks, one for each, or for two, and others that share tasks."""
     torch.manual_seed(0)
     shapes = (2, 4, D), (300, heads_k, D), (300, heads_k, DV)
     q, k, v = (normal(batch, *shape, dtype=dtype) for shape in shapes)
