@@ -55,7 +55,7 @@ def save_decoding(
 ) -> None:
     """{provider: {keys: microseconds}} as lines, {provider: {point: share of a copy's bandwidth}} as bars."""
     points = list(dict.fromkeys(point for shares in bars.values() for point in shares))
-    figure = Figure(figsize=(14, 0.4 * len(points) + 3), layout="constrained")
+    figure = Figure(figsize=(14, 0.5 * len(points) + 3), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for provider, color in zip(lines, _COLORS, strict=False):
@@ -66,11 +66,12 @@ def save_decoding(
     left.set_yscale("log")
     left.set(title="one sequence, 32 query heads, 1 key head", xlabel="keys", ylabel="microseconds")
     left.legend(frameon=False, fontsize=9)
+    step = 0.9 / max(len(bars), 1)  # of a point's height: a bar and what is between two
     for point_at, point in enumerate(points):
         shares = {provider: bars[provider][point] for provider in bars if point in bars[provider]}
-        at = [point_at + 0.2 * (i - (len(shares) - 1) / 2) for i in range(len(shares))]
+        at = [point_at + step * (i - (len(shares) - 1) / 2) for i in range(len(shares))]
         colors = [_COLORS[list(bars).index(provider)] for provider in shares]
-        drawn = right.barh(at, list(shares.values()), 0.18, color=colors)
+        drawn = right.barh(at, list(shares.values()), 0.9 * step, color=colors)
         right.bar_label(drawn, fmt="%.2f", fontsize=6, padding=1)
     right.axvline(1, color=_COLORS[2], linewidth=0.8, linestyle=":")
     right.set_yticks(range(len(points)), points, fontsize=8)
