@@ -3,12 +3,14 @@
 A task is one key head of one sequence; the queries of its group, all Sq of each head, are the rows of its one tile
 (more than TILE_M rows: of several tasks). Row r is query r // group of head r % group.
 
-How many keys there are is read on the device, so that a grid does not depend on it. With SHARED the blocks of all
-tasks lie in one line, task after task, and every program takes an equal share of that line, whatever the lengths
-are: the end of one task, whole ones, the beginning of another. A task that lies in one share is written at once, the
-others as parts: a program has at most one part that began before its share, kept in slot 2 p, and one that goes on
-behind it, in slot 2 p + 1. `merge_kernel` finds them by the same arithmetic. Without SHARED a program has one task;
-where there are no slots, as sequences are alike and programs have whole tasks, nothing is merged.
+How many keys there are is read on the device, so that a grid does not depend on it. With SHARED the blocks of every
+WIDTH-th task lie in one line, task after task, and so many programs take equal shares of each line, whatever the
+lengths are: the end of one task, whole ones, the beginning of another. Lines are alike, and so are their shares:
+the key heads of a sequence, which lie side by side in memory, are read at the same time, at the same keys. A task that
+lies in one share is written at once, the others as parts: program p has at most one part that began before its share,
+kept in slot 2 p, and one that goes on behind it, in slot 2 p + 1. `merge_kernel` finds them by the same arithmetic.
+Without SHARED a program has one task; where there are no slots, as sequences are alike and programs have whole tasks,
+nothing is merged.
 
 Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_size, Hk, D | Dv) · parts: out
 (2 programs, TILE_M, Dv) and lse (2 programs, TILE_M), float32 · out (B, Sq, Hq, Dv) · lse (B, Hq, Sq).
@@ -55,7 +57,7 @@ def blocks_of_sequences(
     batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
     TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(TILE_B,) blocks of the line that belong to each sequence, which has so many `tasks`."""
+    """(TILE_B,) blocks of a line that belong to each sequence, which has so many `tasks` in it."""
     sequence = tl.arange(0, TILE_B)
     here = sequence < batches
     _, n_keys = span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
@@ -64,9 +66,9 @@ def blocks_of_sequences(
 
 
 @triton.jit
-def share_of_line(n_blocks, n_programs, least):
-    """Blocks of the line for each program: `least` at least, so that short lines go to fewer programs."""
-    return tl.maximum(tl.cdiv(n_blocks, n_programs), least)
+def share_of_line(n_blocks, n_shares, least):
+    """Blocks of a line for each of its programs: `least` at least, so that short lines go to fewer."""
+    return tl.maximum(tl.cdiv(n_blocks, n_shares), least)
 
 
 @triton.jit
@@ -188,14 +190,14 @@ def queries_of_task(
 
 @triton.jit(do_not_specialize=[
     "stride_pb", "stride_slopes", "stride_k_descale", "stride_v_descale", "batches", "seqlen_q", "heads_k", "group",
-    "seqlen_new", "capacity", "least", "window_left", "window_right",
+    "seqlen_new", "capacity", "width", "least", "window_left", "window_right",
 ])  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
     out_parts_ptr, lse_parts_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
     stride_slopes, stride_k_descale, stride_v_descale,
-    batches, seqlen_q, heads_k, group, seqlen_new, capacity, least, softmax_scale, unit, cap_in,
+    batches, seqlen_q, heads_k, group, seqlen_new, capacity, width, least, softmax_scale, unit, cap_in,
     window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -203,7 +205,8 @@ def decode_kernel(
     NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
     SHARED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """An equal share of all key blocks: grid (programs,); without SHARED one task: grid (B * Hk * blocks of rows,).
+    """An equal share of a line of key blocks, of those of `width` lines: grid (programs,); without SHARED one task:
+    grid (B * Hk * blocks of rows,).
 
     `places` are pages, or rows of the cache, or None: sequence b has row b. stride_vs is None where it is stride_ks:
     the offsets of a tile's keys then take registers once.
@@ -225,20 +228,21 @@ def decode_kernel(
         alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
         if alike:
             n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-            n_blocks = blocks * tasks * batches
+            of_sequence = blocks * (tasks // width)
+            n_blocks = of_sequence * batches
         else:
             line = blocks_of_sequences(
-                batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-                TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+                batches, tasks // width, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+                window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             n_blocks = tl.sum(line, 0)
-        share = share_of_line(n_blocks, tl.num_programs(0), least)
-        position = program * share
+        share = share_of_line(n_blocks, tl.num_programs(0) // width, least)
+        position = program // width * share
         stop = tl.minimum(position + share, n_blocks)
         place = tl.minimum(position, n_blocks - 1)  # an empty share has q and a page too, and must find them
         if alike:
-            sequence = place // (blocks * tasks)
-            inside_sequence = place % (blocks * tasks)
+            sequence = place // of_sequence
+            inside_sequence = place % of_sequence
         else:
             before = tl.cumsum(line, 0) <= place
             sequence = tl.sum(before.to(tl.int32), 0)
@@ -248,7 +252,7 @@ def decode_kernel(
     first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
     n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     if SHARED:
-        task = inside_sequence // blocks
+        task = inside_sequence // blocks * width + program % width
         begin = inside_sequence % blocks
     else:
         task = program % tasks
@@ -352,13 +356,12 @@ def decode_kernel(
             goes_on = not ends
             if ends:
                 begin = 0
-                m_block += 1
-                if m_block == m_blocks:
-                    m_block = 0
-                    head_k += 1
-                if head_k == heads_k:
-                    head_k = 0
+                task += width
+                if task >= tasks:
+                    task -= tasks
                     sequence = tl.minimum(sequence + 1, batches - 1)  # behind the line the last again, not used
+                head_k = task // m_blocks
+                m_block = task % m_blocks
                 first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
                 n_block, blocks = key_blocks(
                     n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
@@ -370,12 +373,12 @@ def decode_kernel(
 
 
 @triton.jit(do_not_specialize=[
-    "programs", "batches", "seqlen_q", "heads_k", "group", "seqlen_new", "capacity", "least", "window_left",
+    "n_shares", "batches", "seqlen_q", "heads_k", "group", "seqlen_new", "capacity", "width", "least", "window_left",
     "window_right",
 ])  # fmt: skip
 def merge_kernel(
     out_parts_ptr, lse_parts_ptr, seqlens_ptr, leftpad_ptr, out_ptr, lse_ptr,
-    programs, batches, seqlen_q, heads_k, group, seqlen_new, capacity, least, window_left, window_right,
+    n_shares, batches, seqlen_q, heads_k, group, seqlen_new, capacity, width, least, window_left, window_right,
     DV: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,
@@ -397,28 +400,30 @@ def merge_kernel(
     batch = (place // seqlen_q // (heads_k * group)).to(tl.int32)
     row = query * group + head % group
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
-    tasks = heads_k * m_blocks
+    tasks = heads_k * m_blocks // width  # in a line
     line = blocks_of_sequences(
         batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
         TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
     sequence = tl.arange(0, TILE_B)
-    share = share_of_line(tl.sum(line, 0), programs, least)
+    share = share_of_line(tl.sum(line, 0), n_shares, least)
     blocks = tl.sum(tl.where(sequence == batch, line, 0), 0) // tasks
-    begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + (head // group * m_blocks + row // TILE_M) * blocks
-    program = begin // share  # the first that has a part
-    n_parts = (begin + blocks - 1) // share - program + 1
+    task = head // group * m_blocks + row // TILE_M
+    begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + task // width * blocks
+    first_share = begin // share  # that has a part
+    n_parts = (begin + blocks - 1) // share - first_share + 1
     if EARLY and (n_parts > 1) | (tl.program_id(0) == 0):
         tl.extra.cuda.gdc_wait()  # what is asked for here is known before
     if n_parts > 1:
-        first_at = program.to(tl.int64) * (2 * TILE_M) + row % TILE_M
+        first_program = first_share * width + task % width
+        first_at = first_program.to(tl.int64) * (2 * TILE_M) + row % TILE_M
         acc = tl.zeros([DIMS], tl.float32)
         m = tl.full([], float("-inf"), tl.float32)
         l = tl.full([], 0.0, tl.float32)
         for first in range(0, n_parts, PARTS):
             part = first + tl.arange(0, PARTS)
             here = part < n_parts
-            at = first_at + (2 * part + (part == 0)).to(tl.int64) * TILE_M
+            at = first_at + (2 * width * part + (part == 0)).to(tl.int64) * TILE_M
             # volatile, lest the compiler puts what waits for lses before it loads outs
             outs = tl.load(
                 out_parts_ptr + (at[:, None] * DV + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0,

@@ -58,9 +58,14 @@ class Key(NamedTuple):
         return Key(call.cache.k.dtype.itemsize, dim, tile_m(of), load_of(of, multiprocessors))
 
 
+def tasks_of_sequence(spec: AttentionSpec) -> int:
+    """How many tiles of rows: a key head has one, or more where its group has many rows."""
+    return spec.heads_k * -(-spec.seqlen_q * spec.group // tile_m(spec))
+
+
 def tasks_of(spec: AttentionSpec) -> int:
-    """How many tiles of rows: a key head of a sequence has one, or more where its group has many rows."""
-    return spec.batch * spec.heads_k * -(-spec.seqlen_q * spec.group // tile_m(spec))
+    """Those of all sequences."""
+    return spec.batch * tasks_of_sequence(spec)
 
 
 LOADS = ("short", "few", "many")
@@ -141,7 +146,7 @@ SMALL = _table(
 )
 
 # Small, so that small caches have many blocks, and tasks that are split.
-INTERPRETER = _table({(size, dim): DecodeTiles(16, 1, 1, 5, 1) for size in (1, 2, 4) for dim in (64, 128, 256)})
+INTERPRETER = _table({(size, dim): DecodeTiles(16, 1, 1, 6, 1) for size in (1, 2, 4) for dim in (64, 128, 256)})
 
 TABLES = {
     "sm_80": SM_80, "sm_90": SM_90, "sm_120": SMALL, "gfx942": SMALL, "gfx1201": SMALL, "interpreter": INTERPRETER,

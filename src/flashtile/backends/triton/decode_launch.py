@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from .decode import decode_kernel, merge_kernel
-from .decode_config import DecodeTiles, choose, tasks_of, tile_m
+from .decode_config import DecodeTiles, choose, tasks_of, tasks_of_sequence, tile_m
 from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 
 FEWEST_MERGED, MOST_MERGED = 8, 256  # parts of a row at a time: fewer leave threads idle, more go round again
@@ -30,6 +31,7 @@ class DecodeSpec(NamedTuple):
     arch: str
     tiles: DecodeTiles
     programs: int  # that share the keys; 0: each task has a program
+    width: int  # lines of blocks, each of every so many-th task
     least: int  # blocks of a share
     merges: bool = False  # whether tasks may be split: nobody knows of lengths on the device
 
@@ -55,30 +57,42 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     64,32,8,1024 that is 1.6 us of 68.4, of 16,32,8,1024 1.3 of 21.0, of 64,32,8,4096 0.9 of 245.1.
     """
     of, cache, tiles = call.spec, call.cache, choose(call, arch, multiprocessors)
-    whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, tiles.least)
+    of_sequence = tasks_of_sequence(of)
+    whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, of_sequence, tiles.least)
     if num_splits:
         return whole if num_splits == 1 else whole._replace(programs=num_splits * whole.tasks, least=1, merges=True)
-    shares = -(-of.seqlen_k // (tiles.tile_n * tiles.least))  # of a task at most
-    if shares <= 1:
+    most_of_a_task = -(-of.seqlen_k // (tiles.tile_n * tiles.least))
+    if most_of_a_task <= 1:
         return whole
-    programs = min(programs_for(whole.tasks, multiprocessors * tiles.programs), shares * whole.tasks)
+    most = multiprocessors * tiles.programs
+    width = width_for(of_sequence, most)
+    of_a_line = whole.tasks // width
+    shares = min(shares_for(of_a_line, most // width), most_of_a_task * of_a_line)
     alike = cache.seqlens is None and cache.leftpad is None
-    if alike and whole.tasks % programs == 0:  # as many whole tasks for each
-        return whole if programs == whole.tasks else whole._replace(programs=programs, least=1)
-    return whole._replace(programs=programs, merges=True)
+    if alike and shares == of_a_line:
+        return whole
+    merges = not alike or of_a_line % shares != 0  # or else each has as many whole tasks
+    return whole._replace(programs=shares * width, width=width, merges=merges)
 
 
-def programs_for(tasks: int, most: int) -> int:
-    """At most so many programs, as many for each task, or as many tasks for each, if that leaves no more than a
-    sixteenth out.
+def enough(programs: int, most: int) -> bool:
+    """Whether so few do, of so many that could run: all but a sixteenth at most, an estimate."""
+    return 16 * programs >= 15 * most
 
-    If sequences are alike, shares then begin with tasks, and whole tasks are not merged. As key heads lie side by side
-    in memory, their programs read one piece of it at the same time: 8,32,8,32768 takes 243.4 us with 256 programs,
-    247.7 with 264; 64,32,8,4096 239.7 to 247.0, in pages of 16 250 to 259, but the 64 ragged lengths 1929 to 1907. How
-    many may be left out is an estimate.
+
+@functools.cache
+def width_for(tasks: int, most: int) -> int:
+    """How many of a sequence's tasks lie side by side, in a line each with equally many programs of `most` in all."""
+    return max(width for width in range(1, tasks + 1) if tasks % width == 0 and enough(most // width * width, most))
+
+
+def shares_for(tasks: int, most: int) -> int:
+    """How many programs share a line: `most`, or as many for each task, or as many tasks for each, if those do.
+
+    If sequences are alike, shares then begin with tasks, and whole tasks are not merged.
     """
     even = most // tasks * tasks if tasks <= most else triton.cdiv(tasks, triton.cdiv(tasks, most))
-    return even if 16 * even >= 15 * most else most
+    return even if enough(even, most) else most
 
 
 def merge_tile(spec: DecodeSpec) -> tuple[int, int, int]:
@@ -113,8 +127,8 @@ class DecodeKernel(Launcher):
         arguments = (
             *tensors, *strides(q), *strides(k), *strides_v,
             *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
-            of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k, spec.least, of.softmax_scale,
-            max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right, of.head_dim, of.head_dim_v,
+            of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k, spec.width, spec.least,
+            of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right, of.head_dim, of.head_dim_v,
             *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
             of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
@@ -132,8 +146,8 @@ class MergeKernel(Launcher):
         of = spec.attention
         parts, dims, num_warps = merge_tile(spec)
         arguments = (
-            *tensors, spec.programs, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k,
-            spec.least, of.window_left, of.window_right, of.head_dim_v, dims, parts,
+            *tensors, spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new,
+            of.seqlen_k, spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, dims, parts,
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
             of.window_right >= 0, spec.early,
         )  # fmt: skip
