@@ -33,11 +33,13 @@ class Tiles:
     load_registers: int = 24
     tails: bool = False  # without a mask, up to 16 keys past the last whole block take products of 16
     flat: bool = True  # a tile's first product runs under the last of the tile before
-    wait_half_way: bool = False  # for O += P V, where no running maximum is sought
+    o_awaited: str = "behind"  # when O += P V is: before, half way through or behind the softmax of the next block
     earlier_ptxas: bool = True  # see ptxas.py
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
+        if self.o_awaited not in ("before", "half way", "behind"):
+            raise ValueError(f"o_awaited: got {self.o_awaited!r}; want before, half way or behind")
         if self.warpgroups not in (2, 3):
             raise ValueError(f"warpgroups: got {self.warpgroups}; want 2 or 3")
         firsts = (0, 2 * self.head_dim // 3) if self.parts == 3 else (0, self.head_dim // 2, self.head_dim)
@@ -64,9 +66,14 @@ class Tiles:
         return 2 * (q_and_k + v_and_out) + barriers + failures
 
 
-D64 = Tiles(64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True)
+D64 = Tiles(
+    64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True, flat=False,
+    o_awaited="before",
+)  # fmt: skip
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
-484 -> 590 TFLOP/s. Tails: S = 4097 full +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops
+484 -> 590 TFLOP/s. They do so by each other's products, and need none of their own under a softmax: O awaited before it
+S = 2k, 4k, 16k, 128k full +3.5, +4.5, +4.5, +4 %, hot +1.5 to +3.5 %, causal 2k 0, 8k +1 %; and no flat loop, which has
+room for the registers that this takes, full +0.5 to +2 %, causal 0. Tails: S = 4097 full +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops
 slower, they are not for. Each warpgroup up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on
 ahead of D64_SHORT, 463 -> 493. By triton 3.9 with its own ptxas S = 2k, 4k, 16k full 0.97, 0.99, 0.99 of what it makes
 by 3.6, with the earlier 0.99, as one of three warpgroups has 27 instructions of a step fewer; causal 0.98 to 0.99 by
@@ -78,7 +85,7 @@ D64_SHORT = Tiles(
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. By triton 3.9 with its own ptxas
 1.00 and 0.99 of what it makes by 3.6, with the earlier 0.96."""
 D128 = Tiles(
-    128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, wait_half_way=True
+    128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, o_awaited="half way"
 )
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
 +9 % at S = 512, 0 at 16k. Tails: S = 4097 full +1.5 %, other lengths -1 to +2 %; D 64 at S = 512 -3 %. Half way: by

@@ -185,10 +185,13 @@ def step(
     pv = unpack(probs, k_ring.buffers.dtype, p_layout)
     o = add_values(o, pv, v_ring, position - 1, has_o)
     pass_turn(warpgroup, p.WARPGROUPS)
+    if p.O_AWAITED == "before":
+        o = product_wait(o)
+        v_ring.release(position - 1)
     s = warpgroup_mma_wait(len(o), deps=(s,))
     k_ring.release(position)
     release_early(p, q_ring, q_position, position == final)
-    HALF_WAY: gl.constexpr = STEADY and p.WAIT_HALF_WAY
+    HALF_WAY: gl.constexpr = STEADY and p.O_AWAITED == "half way"
     if HALF_WAY:
         low, high = halves(s)
         shift = gl.convert_layout(m * p.unit, gl.SliceLayout(1, low.type.layout))
@@ -200,8 +203,9 @@ def step(
     else:
         p_new, m, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
-    o = product_wait(o)
-    v_ring.release(position - 1)
+    if p.O_AWAITED != "before":
+        o = product_wait(o)
+        v_ring.release(position - 1)
     if HALF_WAY:
         p_new = gl.convert_layout(whole(low, probabilities(p, scores(p, high), shift)), s_layout)
         l += row_sums_by_lane(p_new)
@@ -434,14 +438,14 @@ def forward_kernel(
     seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    STEADY: gl.constexpr, TAILS: gl.constexpr, FLAT: gl.constexpr, WAIT_HALF_WAY: gl.constexpr, Q_KEPT: gl.constexpr,
+    STEADY: gl.constexpr, TAILS: gl.constexpr, FLAT: gl.constexpr, O_AWAITED: gl.constexpr, Q_KEPT: gl.constexpr,
     PACK: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
-                TAILS, FLAT, WAIT_HALF_WAY, Q_KEPT, PACK)  # fmt: skip
+                TAILS, FLAT, O_AWAITED, Q_KEPT, PACK)  # fmt: skip
     q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PARTS == 3)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, PARTS == 3)
     v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, PARTS_V == 3)

@@ -40,7 +40,7 @@ class Problem:
     STEADY: gl.constexpr
     TAILS: gl.constexpr  # up to TAIL keys past the last whole block do not cost a block
     FLAT: gl.constexpr  # a tile begins before the last has ended
-    WAIT_HALF_WAY: gl.constexpr  # for O += P V, in a STEADY step
+    O_AWAITED: gl.constexpr  # when O += P V is: before, half way through (STEADY) or behind the next softmax
     Q_KEPT: gl.constexpr  # dims of Q that a warpgroup keeps in registers, from the first on
     OWN_BLOCKS: gl.constexpr  # key blocks end for some warpgroups before they end for others
     PIECES: gl.constexpr  # there may be pieces of tiles
@@ -49,7 +49,7 @@ class Problem:
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, TAILS, FLAT, WAIT_HALF_WAY,
+        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, TAILS, FLAT, O_AWAITED,
         Q_KEPT, PACK,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
@@ -72,7 +72,7 @@ class Problem:
         self.STEADY = gl.constexpr(STEADY)
         self.TAILS = gl.constexpr(TAILS)
         self.FLAT = gl.constexpr(FLAT)
-        self.WAIT_HALF_WAY = gl.constexpr(WAIT_HALF_WAY)
+        self.O_AWAITED = gl.constexpr(O_AWAITED)
         self.Q_KEPT = gl.constexpr(Q_KEPT)
         self.OWN_BLOCKS = gl.constexpr(HAS_RIGHT and (WARPGROUPS - 1) * TILE_M >= TILE_N)
         self.PIECES = gl.constexpr(not HAS_LEFT and not HAS_RIGHT)

@@ -150,7 +150,7 @@ def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
         rounds, natural * LOG2E, natural, cap_in,
         tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts, tiles.parts_v,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec),
-        tiles.tails and spec.window_left < 0 and spec.window_right < 0, tiles.flat, tiles.wait_half_way, tiles.q_kept,
+        tiles.tails and spec.window_left < 0 and spec.window_right < 0, tiles.flat, tiles.o_awaited, tiles.q_kept,
         config.heads_per_tile(spec, tiles), tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 
