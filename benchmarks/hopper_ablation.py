@@ -46,16 +46,6 @@ def pass_turn(warpgroup: gl.constexpr, WARPGROUPS: gl.constexpr):
 @gluon.jit
 def load_q("""
 PING_PONG = [("\n@gluon.jit\ndef load_q(", NO_TURNS)]
-OVERLAP = [  # O += P V is waited for before the softmax, not after it
-    ("    s = warpgroup_mma_wait(len(o), deps=(s,))\n    k_ring",
-     "    o = product_wait(o)\n    s = warpgroup_mma_wait(0, deps=(s,))\n    k_ring"),
-    ("        s = warpgroup_mma_wait(len(o) if p.FLAT else 0, deps=(s,))\n",
-     "        if p.FLAT:\n            o = product_wait(o)\n        s = warpgroup_mma_wait(0, deps=(s,))\n"),
-    ("    o = product_wait(o)\n    v_ring.release(position - 1)\n    if HALF_WAY",
-     "    v_ring.release(position - 1)\n    if HALF_WAY"),
-    ("            o = product_wait(o)\n            v_ring.release(position - 1 - tail - unseen, pred=t > 0)",
-     "            v_ring.release(position - 1 - tail - unseen, pred=t > 0)"),
-]  # fmt: skip
 ONE_END = [  # for all warpgroups of a tile, that of its last rows
     ("        if p.OWN_BLOCKS:\n            full_end, unseen", "        if False:\n            full_end, unseen"),
 ]
@@ -84,8 +74,14 @@ class Choice:
 CHOICES = {
     "all": Choice(),
     "no ping-pong": Choice(PING_PONG),
-    "no overlap of softmax and P V": Choice(OVERLAP),
+    "no overlap of softmax and P V": Choice(
+        tiles=lambda t: replace(t, o_awaited="before") if t.o_awaited != "before" else None
+    ),
+    "O awaited behind the softmax": Choice(
+        tiles=lambda t: replace(t, o_awaited="behind") if t.o_awaited == "before" else None
+    ),
     "no flat loop": Choice(tiles=lambda t: replace(t, flat=False) if t.flat else None),
+    "a flat loop": Choice(tiles=lambda t: replace(t, flat=True) if not t.flat else None),
     "tiles dealt out in turn": Choice(schedule=in_turn),
     "a running maximum": Choice(steady=False),
     "Q in one slot": Choice(tiles=lambda t: replace(t, q_stages=1) if t.q_stages > 1 else None),

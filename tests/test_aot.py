@@ -109,11 +109,15 @@ def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q, stored
         assert not usage.spills or arch not in ("sm_80", "sm_90"), usage
 
 
-@pytest.mark.parametrize(("load", "batch", "capacity"), [("short", 1, 1024), ("few", 8, 32768), ("many", 64, 4096)])
-def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, capacity):
-    case = spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch)
-    assert decode_config.load_of(case, 132) == load
-    for usage, _ in compile_cached(*cached_call(case, BF16, page_size=0), "sm_90"):
+@pytest.mark.parametrize(
+    ("load", "batch", "capacity", "page_size"),
+    [("short", 1, 1024, 16), ("scattered", 8, 32768, 16), ("few", 8, 32768, 0), ("many", 8, 32768, 64),
+     ("few", 8, 32768, 128), ("many", 64, 4096, 0)],
+)  # fmt: skip
+def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, capacity, page_size):
+    call, q = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size)
+    assert decode_config.load_of(call, 132) == load
+    for usage, _ in compile_cached(call, q, "sm_90"):
         assert usage.shared <= SHARED_MEMORY["sm_90"], usage
         assert not usage.spills, usage
 
@@ -122,7 +126,12 @@ def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, ca
     ("tasks", "programs"), [(1, 132), (8, 128), (64, 128), (72, 132), (132, 132), (300, 132), (512, 128)]
 )
 def test_tasks_have_as_many_programs_each_or_these_tasks_if_hardly_any_is_left_out(tasks, programs):
-    assert decode_launch.programs_for(tasks, 132) == programs
+    assert decode_launch.shares_for(tasks, 132) == programs
+
+
+@pytest.mark.parametrize(("tasks", "width"), [(1, 1), (7, 7), (8, 8), (40, 10), (131, 131), (254, 127)])
+def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a_sixteenth(tasks, width):
+    assert decode_launch.width_for(tasks, 132) == width
 
 
 @pytest.mark.parametrize(("batch", "programs", "merges"), [(16, 0, False), (64, 256, False), (60, 264, True)])

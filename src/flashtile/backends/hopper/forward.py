@@ -152,6 +152,13 @@ def add_values(o, probs, v_ring, position, has):
     return add_product(o, probs, v_ring, position, has)
 
 
+@gluon.jit
+def begin_values(o, probs, v_ring, position, has, p_layout: gl.constexpr, there=True):
+    """O += P V of a block is begun, P as it goes round the loop; there: False of none, whose V nobody loads."""
+    v_ring.await_full(position, pred=there)
+    return add_values(o, unpack(probs, v_ring.buffers.dtype, p_layout), v_ring, position, has)
+
+
 @gluon.constexpr_function
 def all_kept(p, q_ring):
     """Whether Q is in registers as a whole, and its slot free from then on."""
@@ -171,21 +178,24 @@ def step(
     p, warpgroup: gl.constexpr, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row, col, k_ring, v_ring,
     MASKED: gl.constexpr, STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs.
+    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs, or behind
+    both: three warpgroups have enough to do for each other, and save registers.
 
     STEADY: with m as it is. Finding the maximum and rescaling O are a third of the instructions otherwise. final: the
     position of the tile's last block.
     """
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
+    O_FIRST: gl.constexpr = p.O_AWAITED == "before"
     take_turn(warpgroup)
+    if O_FIRST:
+        o = begin_values(o, probs, v_ring, position - 1, has_o, p_layout)
     k_ring.await_full(position)
     s = scores_product(p, q, q_ring, q_position, k_ring, position, zero)
-    v_ring.await_full(position - 1)
-    pv = unpack(probs, k_ring.buffers.dtype, p_layout)
-    o = add_values(o, pv, v_ring, position - 1, has_o)
+    if not O_FIRST:
+        o = begin_values(o, probs, v_ring, position - 1, has_o, p_layout)
     pass_turn(warpgroup, p.WARPGROUPS)
-    if p.O_AWAITED == "before":
+    if O_FIRST:
         o = product_wait(o)
         v_ring.release(position - 1)
     s = warpgroup_mma_wait(len(o), deps=(s,))
@@ -203,7 +213,7 @@ def step(
     else:
         p_new, m, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
-    if p.O_AWAITED != "before":
+    if not O_FIRST:
         o = product_wait(o)
         v_ring.release(position - 1)
     if HALF_WAY:
@@ -259,8 +269,7 @@ def end_tile(
     pieces_ptr, out_buffer, failures, p_layout: gl.constexpr, row_layout: gl.constexpr,
 ):  # fmt: skip
     """The last O += P V of a tile, and its epilogue; returns O, whose registers the next tile's takes."""
-    v_ring.await_full(position)
-    o = add_values(o, unpack(probs, out_desc.dtype, p_layout), v_ring, position, has_o)
+    o = begin_values(o, probs, v_ring, position, has_o, p_layout)
     o = product_wait(o)
     v_ring.release(position)
     finish(p, warpgroup, o, m, l, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr, out_buffer, failures,
@@ -344,9 +353,7 @@ def compute_walk(
         take_turn(warpgroup)
         s = scores_product(p, q, q_ring, q_position, k_ring, position, zero)
         if p.FLAT:
-            v_ring.await_full(position - 1 - tail - unseen, pred=t > 0)
-            pv = unpack(probs, out_desc.dtype, p_layout)
-            o = add_values(o, pv, v_ring, position - 1 - tail - unseen, has_o)
+            o = begin_values(o, probs, v_ring, position - 1 - tail - unseen, has_o, p_layout, t > 0)
         pass_turn(warpgroup, p.WARPGROUPS)
         s = warpgroup_mma_wait(len(o) if p.FLAT else 0, deps=(s,))
         k_ring.release(position)

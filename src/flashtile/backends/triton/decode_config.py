@@ -55,7 +55,7 @@ class Key(NamedTuple):
     def of(call: CachedCall, multiprocessors: int) -> Key:
         of = call.spec
         dim = max(64, 1 << (max(of.head_dim, of.head_dim_v) - 1).bit_length())
-        return Key(call.cache.k.dtype.itemsize, dim, tile_m(of), load_of(of, multiprocessors))
+        return Key(call.cache.k.dtype.itemsize, dim, tile_m(of), load_of(call, multiprocessors))
 
 
 def tasks_of_sequence(spec: AttentionSpec) -> int:
@@ -68,16 +68,19 @@ def tasks_of(spec: AttentionSpec) -> int:
     return spec.batch * tasks_of_sequence(spec)
 
 
-LOADS = ("short", "few", "many")
+LOADS = ("short", "scattered", "few", "many")
 SHORT = 256  # keys of all tasks for each multiprocessor: four blocks of 64
 
 
-def load_of(spec: AttentionSpec, multiprocessors: int) -> str:
-    """Short: at most so many keys, by the cache's capacity; else few tasks, or more than there are multiprocessors."""
-    tasks = tasks_of(spec)
-    if tasks * spec.seqlen_k <= SHORT * multiprocessors:
+def load_of(call: CachedCall, multiprocessors: int) -> str:
+    """Short: at most so many keys, by the cache's capacity; else scattered over small pages; else few tasks, or more
+    than there are multiprocessors, or as of more: blocks of few tasks are too large for pages of 64 keys."""
+    tasks, page_size = tasks_of(call.spec), call.cache.page_size
+    if tasks * call.spec.seqlen_k <= SHORT * multiprocessors:
         return "short"
-    return "few" if tasks <= multiprocessors else "many"
+    if 0 < page_size < 64:
+        return "scattered"
+    return "few" if tasks <= multiprocessors and page_size != 64 else "many"
 
 
 ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
@@ -110,8 +113,7 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 # Measured on an H200, at (B, Hq, Hk, Sk), in decode-tiles-h200.json and decode-h200.json:
 # - (2, 128), 16 and 32 rows, among nine tiles: 64 keys, 4 warps, 3 stages, 2 programs take 255 us at 8,32,8,32768, 131
 #   us at 1,32,8,131072, 1979 us at 64 lengths from 1k to 64k; at six of seven points in one piece none is 2 % faster.
-#   At 1,32,1,65536 128 keys, 8 warps, 3 stages, 1 program take 18.2 us to 18.8. In pages of 16 32 keys, 4 warps, 4
-#   stages, 3 programs take 287.5 us to 290.7 at 64,32,8,4096 and 2033 us to 2074 at the 64 lengths: not worth a row.
+#   At 1,32,1,65536 128 keys, 8 warps, 3 stages, 1 program take 18.2 us to 18.8.
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
@@ -121,16 +123,22 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 #   125.4 us at 1,32,8,131072 and 240.5 at 8,32,8,32768, what is best of many 126.9 and 243.4; at 64,32,8,4096 256.6 to
 #   246.0. Short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1 us to 14.6 at
 #   1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
+# - (2, 128), 16 rows, where each key of a block looks up its page: 32 keys, 2 warps, 3 stages, 4 programs take 247.1 us
+#   at 8,32,8,32768 in pages of 16, what is best of few 316.1, of many 248.5; 246.3 to 248.6 (many) at 64,32,8,4096,
+#   68.4 to 70.4 at 64,32,8,1024, as long at the 64 lengths. In pages of 64 what is best of few takes 281.4 us at
+#   8,32,8,32768, of many 244.1, 32 keys 247.7 (decode_tiles_in_lines in hopper-runs-h200.json).
 # All else is reasoned as above, and not measured.
 BFLOAT16_128 = {
-    "short": DecodeTiles(64, 4, 3, 1, 1), "few": DecodeTiles(128, 8, 3, 1, 1), "many": DecodeTiles(64, 4, 3, 2, 1),
+    "short": DecodeTiles(64, 4, 3, 1, 1), "scattered": DecodeTiles(32, 2, 3, 4, 1), "few": DecodeTiles(128, 8, 3, 1, 1),
+    "many": DecodeTiles(64, 4, 3, 2, 1),
 }  # fmt: skip
+BFLOAT16_128_32_ROWS = BFLOAT16_128 | {"scattered": BFLOAT16_128["many"]}
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4)),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (DecodeTiles(128, 4, 3, 2, 2), DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (2, 128): (BFLOAT16_128, BFLOAT16_128, DecodeTiles(64, 8, 4, 1, 4)),
+    (2, 128): (BFLOAT16_128, BFLOAT16_128_32_ROWS, DecodeTiles(64, 8, 4, 1, 4)),
     (2, 256): DecodeTiles(32, 4, 3, 2, 8),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 4, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
