@@ -49,7 +49,7 @@ from .backward_problem import (
 from .backward_sums import add_loop, first_dq_part, make_dq_rings, put_dq
 from .channel import anew, make_ring, ring_of
 from .compat import seen_as
-from .tile import add_product, columns, no_sums, pass_turn, store_rows, take_turn, zeros
+from .tile import add_product, columns, no_sums, pass_turn, store_rows, take_turn, wait_for, zeros
 
 
 @gluon.jit
@@ -132,14 +132,6 @@ def probabilities_and_ds(
         ds_ring.await_empty(position)
     ds_part(ds_ring, position, warpgroup, part).store(ds)
     return probs, ds, dv
-
-
-@gluon.jit
-def wait_for(sums, others):
-    """(sums, others), computed."""
-    SUMS: gl.constexpr = len(sums)
-    done = warpgroup_mma_wait(0, deps=sums + others)
-    return done[:SUMS], done[SUMS:]
 
 
 @gluon.jit

@@ -40,6 +40,7 @@ from .tile import (
     take_turn,
     tanh,
     unpack,
+    wait_for,
     whole,
 )
 
@@ -196,9 +197,11 @@ def step(
         o = begin_values(o, probs, v_ring, position - 1, has_o, p_layout)
     pass_turn(warpgroup, p.WARPGROUPS)
     if O_FIRST:
-        o = product_wait(o)
+        both, o = wait_for((s,), o)
+        s = both[0]
         v_ring.release(position - 1)
-    s = warpgroup_mma_wait(len(o), deps=(s,))
+    else:
+        s = warpgroup_mma_wait(len(o), deps=(s,))
     k_ring.release(position)
     release_early(p, q_ring, q_position, position == final)
     HALF_WAY: gl.constexpr = STEADY and p.O_AWAITED == "half way"

@@ -124,6 +124,14 @@ def product_wait(sums, behind: gl.constexpr = 0):
 
 
 @gluon.jit
+def wait_for(sums, others):
+    """(sums, others), computed."""
+    SUMS: gl.constexpr = len(sums)
+    done = warpgroup_mma_wait(0, deps=sums + others)
+    return done[:SUMS], done[SUMS:]
+
+
+@gluon.jit
 def store_rows(desc, buffer, x, batch, row, head, col):
     """Rows of O, dK or dV, from column col on, by way of a buffer."""
     tma.store_wait(0)
