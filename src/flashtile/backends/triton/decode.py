@@ -4,7 +4,7 @@ A task is one key head of one sequence; the queries of its group, all Sq of each
 (more than TILE_M rows: of several tasks). Row r is query r // group of head r % group.
 
 How many keys there are is read on the device, so that a grid does not depend on it. With SHARED the blocks of every
-WIDTH-th task lie in one line, task after task, and so many programs take equal shares of each line, whatever the
+`width`-th task lie in one line, task after task, and so many programs take equal shares of each line, whatever the
 lengths are: the end of one task, whole ones, the beginning of another. Lines are alike, and so are their shares:
 the key heads of a sequence, which lie side by side in memory, are read at the same time, at the same keys. A task that
 lies in one share is written at once, the others as parts: program p has at most one part that began before its share,
