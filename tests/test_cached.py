@@ -229,6 +229,22 @@ def test_a_cache_without_lengths_is_read_whole(batch, heads_k, mask, device, dty
         torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.interpreter
+def test_whole_tasks_stay_whole_where_a_window_leaves_less_than_the_least_share(monkeypatch):
+    """Two tasks of three blocks for each program, of seven at least elsewhere: nobody would merge a part of a third."""
+    from flashtile.backends.triton import decode_launch
+    from flashtile.backends.triton.decode_config import DecodeTiles
+
+    monkeypatch.setattr(decode_launch, "choose", lambda *_: DecodeTiles(16, 1, 1, programs=4, least=7))
+    torch.manual_seed(0)
+    q, k, v = (normal(4, *shape, dtype=FLOAT) for shape in ((1, 4, D), (160, 2, D), (160, 2, DV)))
+    out, lse = flash_attn_with_kvcache(q, k, v, window_size=(40, 0), return_softmax_lse=True)
+    for b in range(4):
+        wanted, wanted_lse = attention(*(x[b].double() for x in (q, k, v)), window_size=(40, 0))
+        torch.testing.assert_close(out[b].double(), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
+
+
 EMPTY = {"no sequence": (0, 4, 4, 8), "no query": (2, 0, 4, 8), "no new key": (2, 4, 0, 8), "no room": (2, 4, 0, 0)}
 
 

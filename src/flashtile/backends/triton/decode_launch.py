@@ -68,11 +68,11 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     width = width_for(of_sequence, most)
     of_a_line = whole.tasks // width
     shares = min(shares_for(of_a_line, most // width), most_of_a_task * of_a_line)
+    shared = whole._replace(programs=shares * width, width=width)
     alike = cache.seqlens is None and cache.leftpad is None
-    if alike and shares == of_a_line:
-        return whole
-    merges = not alike or of_a_line % shares != 0  # or else each has as many whole tasks
-    return whole._replace(programs=shares * width, width=width, merges=merges)
+    if alike and of_a_line % shares == 0:  # as many whole tasks for each
+        return whole if shares == of_a_line else shared._replace(least=1)
+    return shared._replace(merges=True)
 
 
 def enough(programs: int, most: int) -> bool:
