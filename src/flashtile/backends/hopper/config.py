@@ -72,12 +72,11 @@ D64 = Tiles(
 )  # fmt: skip
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
 484 -> 590 TFLOP/s. They do so by each other's products, and need none of their own under a softmax: O awaited before it
-S = 2k, 4k, 16k, 128k full +3.5, +4.5, +4.5, +4 %, hot +1.5 to +3.5 %, causal 2k 0, 8k +1 %; and no flat loop, which has
-room for the registers that this takes, full +0.5 to +2 %, causal 0. Tails: S = 4097 full +4 %, other lengths -1 to +1
-%; causal, where the code for them made the loops slower, they are not for. Each warpgroup up to its own rows' last
-block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493. By triton 3.9 with its own ptxas S
-= 2k, 4k, 16k full 0.97, 0.99, 0.99 of what it makes by 3.6, with the earlier 0.99, as one of three warpgroups has 27
-instructions of a step fewer; causal 0.98 to 0.99 by both."""
+S = 2k, 4k, 16k, 128k full +3, +4.5, +4.5, +4 %, hot +1.5 to +3.5 %, causal 2k 0, 8k +1 %; and no flat loop, which has
+room for the registers that this takes, full 0 to +2 %, causal 0; O issued before S +0.5 to +1.5 %. Tails: S = 4097 full
++4 %, other lengths -1 to +1 %; causal, where the code for them made the loops slower, they are not for. Each warpgroup
+up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493. Its step
+by triton 3.9 has 299 instructions, with its own ptxas 302, by 3.6 295: not timed."""
 D64_SHORT = Tiles(
     64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, earlier_ptxas=False
 )  # fmt: skip
