@@ -78,7 +78,8 @@ room for the registers that this takes, full 0 to +2 %, causal 0; O issued befor
 up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493. Its step
 by triton 3.9 has 299 instructions, with its own ptxas 302, by 3.6 295: not timed."""
 D64_SHORT = Tiles(
-    64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, earlier_ptxas=False
+    64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, o_awaited="before",
+    earlier_ptxas=False,
 )  # fmt: skip
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
 stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. By triton 3.9 with its own ptxas
