@@ -123,7 +123,7 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     scalars = launch.scalars(spec, tiles, rounds=100)
     return _compile_gluon(
         kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32", "pieces_ptr": "*fp32"}, "*i64",
-        scalars, tiles.earlier_ptxas,
+        scalars,
     )  # fmt: skip
 
 
@@ -147,8 +147,8 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         numbers |= pieces
         query_boxes = backward_apart_launch.query_boxes(queries)
         return [
-            _compile_gluon(keys_kernel, spec, boxes, others | pieces, "*i32", scalars, tiles.earlier_ptxas),
-            _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries, queries.earlier_ptxas),
+            _compile_gluon(keys_kernel, spec, boxes, others | pieces, "*i32", scalars),
+            _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries),
         ]
     sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"
     ranks = "*i16" if spec.deterministic else None
@@ -158,7 +158,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
 
 def _compile_gluon(
     kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str | None], schedule: str, scalars: tuple,
-    pays: bool,
+    pays: bool = True,
 ) -> tuple[Usage, object]:  # fmt: skip
     """A kernel of the Hopper backend: descriptors of `boxes`, other pointers, the schedule, scalars and constants."""
     from triton.experimental.gluon._runtime import GluonASTSource

@@ -34,7 +34,6 @@ class Tiles:
     tails: bool = False  # without a mask, up to 16 keys past the last whole block take products of 16
     flat: bool = True  # a tile's first product runs under the last of the tile before
     o_awaited: str = "behind"  # when O += P V is: before, half way through or behind the softmax of the next block
-    earlier_ptxas: bool = True  # see ptxas.py
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -75,15 +74,14 @@ D64 = Tiles(
 S = 2k, 4k, 16k, 128k full +3, +4.5, +4.5, +4 %, hot +1.5 to +3.5 %, causal 2k 0, 8k +1 %; and no flat loop, which has
 room for the registers that this takes, full 0 to +2 %, causal 0; O issued before S +0.5 to +1.5 %. Tails: S = 4097 full
 +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops slower, they are not for. Each warpgroup
-up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493. Its step
-by triton 3.9 has 299 instructions, with its own ptxas 302, by 3.6 295: not timed."""
+up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493."""
 D64_SHORT = Tiles(
-    64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, o_awaited="before",
-    earlier_ptxas=False,
+    64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, o_awaited="before"
 )  # fmt: skip
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
-stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. By triton 3.9 with its own ptxas
-1.00 and 0.99 of what it makes by 3.6, with the earlier 0.96."""
+stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. O awaited
+before the softmax: -0.5 % at 512, at 1k full +1.5, causal -0.5 %, and by triton 3.9 full 0.97 -> 0.99 of what it makes
+by 3.6 at 512."""
 D128 = Tiles(
     128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, o_awaited="half way"
 )
@@ -138,7 +136,7 @@ class BackwardTiles:
     parts_v: int = 1  # as V and dO do
     k_kept: int = 0  # dims of K of a tile, from the first on, in registers, rather than read again in every step
     v_kept: int = 0  # of V
-    earlier_ptxas: bool = False  # see ptxas.py
+    earlier_ptxas: bool = True  # see ptxas.py
     dq_apart: bool = False  # dQ has a kernel of its own
     box_keys: int = 64  # rows of one wgmma
 
@@ -179,37 +177,29 @@ class BackwardTiles:
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(
-    64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128, k_kept=64, v_kept=64, earlier_ptxas=True
-)
+BACKWARD_D64 = BackwardTiles(64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128, k_kept=64, v_kept=64)
 """128 queries in a step: half as many fences, and dQ 64 columns wide: products of 32 take longer to read shared memory
 than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200. K and V of a tile in registers,
 which takes a sixth of its work off shared memory: S = 2k to 16k full +3 %, causal +1 %, hot +5 %, 512 0 on an H100."""
-BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
+BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1, earlier_ptxas=False)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s."""
-BACKWARD_D96 = BackwardTiles(
-    96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=64, v_kept=64, earlier_ptxas=True
-)
+BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=64, v_kept=64)
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to
 +4 % on an H200, against 128 dims with zeros. 64 dims of K and V in registers: S = 4k full +3 % on an H100."""
-KEYS_D128 = BackwardTiles(
-    128, 128, stages=4, key_stages=2, value_stages=2, k_kept=128, v_kept=128, earlier_ptxas=True, dq_apart=True
-)
+KEYS_D128 = BackwardTiles(128, 128, stages=4, key_stages=2, value_stages=2, k_kept=128, v_kept=128, dq_apart=True)
 """For queries that see few keys: no kernels before and after. S = 256 causal +5 %, full -2 %, S = 512 causal -1 % on an
 H200."""
 KEYS_D192_DV128 = BackwardTiles(
-    192, 128, stages=2, key_stages=2, value_stages=2, parts=3, k_kept=192, v_kept=128, earlier_ptxas=True, dq_apart=True
+    192, 128, stages=2, key_stages=2, value_stages=2, parts=3, k_kept=192, v_kept=128, dq_apart=True
 )
 """dQ in a kernel of its own: S = 2k causal +24 %, 8k full +15 % on an H200. Blocks of 64 dims are not padded to
 256. Three stages: -1 %. K and V in registers: S = 8k full +1 % on an H100."""
 KEYS_D192 = replace(KEYS_D192_DV128, head_dim_v=192, parts_v=3, v_kept=192)
 """As above: S = 2k full +8 %, 8k causal +4 %; three stages, with K and V in one, 0 and -2 %. K and V in
 registers: +0.5 % on an H100."""
-KEYS_D256 = BackwardTiles(
-    256, 256, stages=2, key_stages=1, value_stages=1, k_kept=128, v_kept=128, earlier_ptxas=True, dq_apart=True
-)
+KEYS_D256 = BackwardTiles(256, 256, stages=2, key_stages=1, value_stages=1, k_kept=128, v_kept=128, dq_apart=True)
 """What fits. dQ in a kernel of its own: S = 512, 2k and 8k full +20, +10, +8 %, causal +30, +16, +11 % on an H200.
 128 dims of K and V in registers: S = 1k 0, 4k full and 8k causal +1 % on an H100."""
 KEYS_D256_DV128 = replace(KEYS_D256, head_dim_v=128, key_stages=2, value_stages=2, k_kept=256, v_kept=128)
@@ -232,7 +222,6 @@ class QueryTiles:
     tile_m: int = 64
     tile_n: int = 64
     warpgroups: int = 2
-    earlier_ptxas: bool = True  # see ptxas.py: a step of 192 dims is 15 to 50 instructions shorter by that
 
     def __post_init__(self) -> None:
         check_fit(self)

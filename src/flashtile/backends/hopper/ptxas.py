@@ -17,7 +17,7 @@ _PTXAS = threading.Lock()
 
 
 @contextlib.contextmanager
-def earlier_ptxas(options: dict[str, Any], pays: bool) -> Iterator[dict[str, Any]]:
+def earlier_ptxas(options: dict[str, Any], pays: bool = True) -> Iterator[dict[str, Any]]:
     """Within, if it pays, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives;
     if not, by its own, as no other thread is within meanwhile.
 

@@ -70,17 +70,21 @@ def tasks_of(spec: AttentionSpec) -> int:
 
 LOADS = ("short", "scattered", "few", "many")
 SHORT = 256  # keys of all tasks for each multiprocessor: four blocks of 64
+LONG = 1024  # as many, from which on what a block costs counts, not how many parts there are to merge
 
 
 def load_of(call: CachedCall, multiprocessors: int) -> str:
     """Short: at most so many keys, by the cache's capacity; else scattered over small pages; else few tasks, or more
-    than there are multiprocessors, or as of more: blocks of few tasks are too large for pages of 64 keys."""
+    than there are multiprocessors, or as of more: blocks of few tasks are too large for pages of 64 keys, and for more
+    than 16 rows pay while they are few."""
     tasks, page_size = tasks_of(call.spec), call.cache.page_size
-    if tasks * call.spec.seqlen_k <= SHORT * multiprocessors:
+    keys = tasks * call.spec.seqlen_k
+    if keys <= SHORT * multiprocessors:
         return "short"
     if 0 < page_size < 64:
         return "scattered"
-    return "few" if tasks <= multiprocessors and page_size != 64 else "many"
+    large = page_size != 64 and (tile_m(call.spec) == ROWS[0] or keys <= LONG * multiprocessors)
+    return "few" if tasks <= multiprocessors and large else "many"
 
 
 ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
@@ -123,6 +127,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 #   125.4 us at 1,32,8,131072 and 240.5 at 8,32,8,32768, what is best of many 126.9 and 243.4; at 64,32,8,4096 256.6 to
 #   246.0. Short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1 us to 14.6 at
 #   1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
+# - (2, 128), 32 rows of one key head, what is best of few beside that of many: 16.7 us to 18.4 at 1,32,1,65536, 25.5 to
+#   27.3 at 1,32,1,131072, 26.2 to 26.3 at 8,32,1,16384, 44.4 to 43.1 at 4,32,1,65536, 43.8 to 41.2 at 16,32,1,16384,
+#   78.3 to 71.4 at 32,32,1,16384 (decode_tiles_of_32_rows).
 # - (2, 128), 16 rows, where each key of a block looks up its page: 32 keys, 2 warps, 3 stages, 4 programs take 247.1 us
 #   at 8,32,8,32768 in pages of 16, what is best of few 316.1, of many 248.5; 246.3 to 248.6 (many) at 64,32,8,4096,
 #   68.4 to 70.4 at 64,32,8,1024, as long at the 64 lengths. In pages of 64 what is best of few takes 281.4 us at
