@@ -78,10 +78,9 @@ up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ah
 D64_SHORT = Tiles(
     64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, o_awaited="before"
 )  # fmt: skip
-"""Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three
-stages: 253 -> 264. Q in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. O awaited
-before the softmax: S = 512 -0.5 %, 1k full +1.5, causal -1 %, and by triton 3.9 512 full 0.97 -> 0.985 of what it
-makes by 3.6."""
+"""Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three stages: 253 -> 264. Q
+in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. O awaited before the softmax: S = 512 -0.5 %, 1k full +1.5,
+causal -1 %, and by triton 3.9 512 full 0.97 -> 0.985 of what it makes by 3.6."""
 D128 = Tiles(
     128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, o_awaited="half way"
 )
@@ -183,7 +182,7 @@ than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an
 which takes a sixth of its work off shared memory: S = 2k to 16k full +3 %, causal +1 %, hot +5 %, 512 0 on an H100."""
 BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1, earlier_ptxas=False)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
-587, 597 TFLOP/s."""
+587, 597 TFLOP/s. By triton 3.9 with the earlier ptxas 0 to -0.8 %."""
 BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=64, v_kept=64)
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to

@@ -180,7 +180,7 @@ def step(
     MASKED: gl.constexpr, STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """S of this block and O += P V of the block before, then the softmax of this one while the latter runs; O_FIRST:
-    behind both, where three warpgroups compute under each other's products.
+    behind both, where warpgroups compute under each other's products.
 
     STEADY: with m as it is. Finding the maximum and rescaling O are a third of the instructions otherwise. final: the
     position of the tile's last block.

@@ -129,7 +129,7 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 #   1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
 # - (2, 128), 32 rows of one key head, what is best of few beside that of many: 16.7 us to 18.4 at 1,32,1,65536, 25.5 to
 #   27.3 at 1,32,1,131072, 26.2 to 26.3 at 8,32,1,16384, 44.4 to 43.1 at 4,32,1,65536, 43.8 to 41.2 at 16,32,1,16384,
-#   78.3 to 71.4 at 32,32,1,16384 (decode_tiles_of_32_rows).
+#   78.3 to 71.4 at 32,32,1,16384; of four key heads 79.2 to 71.2 at 8,128,4,16384 (decode_tiles_of_32_rows).
 # - (2, 128), 16 rows, where each key of a block looks up its page: 32 keys, 2 warps, 3 stages, 4 programs take 247.1 us
 #   at 8,32,8,32768 in pages of 16, what is best of few 316.1, of many 248.5; 246.3 to 248.6 (many) at 64,32,8,4096,
 #   68.4 to 70.4 at 64,32,8,1024, as long at the 64 lengths. In pages of 64 what is best of few takes 281.4 us at
