@@ -147,7 +147,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         numbers |= pieces
         query_boxes = backward_apart_launch.query_boxes(queries)
         return [
-            _compile_gluon(keys_kernel, spec, boxes, others | pieces, "*i32", scalars),
+            _compile_gluon(keys_kernel, spec, boxes, others | pieces, "*i32", scalars, tiles.earlier_ptxas),
             _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries),
         ]
     sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"

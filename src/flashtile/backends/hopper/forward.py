@@ -1,7 +1,7 @@
 """FlashAttention-3 forward pass in Gluon, for Hopper (sm_90a).
 
 A persistent program per multiprocessor walks the tiles of its schedule. One warp loads by TMA; two or three
-warpgroups compute 64 rows each by WGMMA, two of them with O += P V of a block under the softmax of the next (section
+warpgroups compute 64 rows each by WGMMA, above 64 dims with O += P V of a block under the softmax of the next (section
 3.2), and take turns on the matrix units (ping-pong, section 3.1). With two, up to 192 dims, the walk is one flat loop:
 the first product of a tile runs under the last of the tile before, and its epilogue under the next softmax.
 
@@ -179,8 +179,8 @@ def step(
     p, warpgroup: gl.constexpr, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row, col, k_ring, v_ring,
     MASKED: gl.constexpr, STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs; O_FIRST:
-    behind both, where warpgroups compute under each other's products.
+    """S of this block and O += P V of the block before, then the softmax of this one while the latter runs. O_FIRST: O
+    is issued first, and the softmax waits for both, as it has the other warpgroups' products to run under.
 
     STEADY: with m as it is. Finding the maximum and rescaling O are a third of the instructions otherwise. final: the
     position of the tile's last block.
