@@ -184,19 +184,31 @@ def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, 
     Tensors take the place of the first `moving` arguments, which are tensors, their descriptors, or None; each must
     lie in memory as the one before. The other arguments stay.
     """
-    through_triton = compiled[(grid, 1, 1)]  # loads the kernel
     driver = _driver()
-    if driver is not None and _is_plain(compiled.metadata):
+    if driver is not None and _is_plain(compiled.metadata) and (function := _loaded(compiled, device.index)):
         parameters = Parameters(driver, compiled.src.signature, arguments, moving)
-        if parameters.sizes == _sizes(driver, compiled.function):
-            return _through_driver(driver, compiled, device.index, grid, parameters)
-    return _through_triton(through_triton, arguments, moving)
+        if parameters.sizes == _sizes(driver, function):
+            return _through_driver(driver, compiled, function, device.index, grid, parameters)
+    return _through_triton(compiled[(grid, 1, 1)], arguments, moving)
 
 
 def _is_plain(metadata: Any) -> bool:
     """Whether a launch is no more than a grid, parameters, and perhaps cooperative or dependent on the one before."""
     special = ("num_ctas", "global_scratch_size", "profile_scratch_size")
     return [int(getattr(metadata, name, 0)) for name in special] == [1, 0, 0]
+
+
+@functools.cache
+def _loaded(compiled: Any, device_index: int) -> int | None:
+    """The function of a kernel, loaded as Triton does, without the launcher that Triton 3.6 has a C compiler make first.
+
+    None of a kernel that wants more shared memory than there is, which Triton says when it is to load it.
+    """
+    shared, utils = compiled.metadata.shared, triton.runtime.driver.active.utils
+    if shared > utils.get_device_properties(device_index)["max_shared_mem"]:
+        return None
+    _, function, *_ = utils.load_binary(compiled.name, compiled.kernel, shared, device_index)
+    return function
 
 
 def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> StreamLaunch:
@@ -218,7 +230,7 @@ def _of(descriptor: Any, tensor: Tensor | None) -> Any:
 
 
 def _through_driver(
-    driver: ctypes.CDLL, compiled: Any, device_index: int, grid: int, parameters: Parameters
+    driver: ctypes.CDLL, compiled: Any, function: int, device_index: int, grid: int, parameters: Parameters
 ) -> StreamLaunch:
     threads = compiled.metadata.num_warps * compiled.metadata.warp_size
     config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared)
@@ -229,8 +241,8 @@ def _through_driver(
     attributes = [_Attribute(name, 0, (1,)) for name, is_wanted in wanted.items() if is_wanted]
     config.attributes = (_Attribute * len(attributes))(*attributes)
     config.n_attributes = len(attributes)
-    function = ctypes.c_void_p.from_param(compiled.function)
-    call = (ctypes.byref(config), function, ctypes.byref(parameters.addresses), None)  # nothing left to convert
+    kernel = ctypes.c_void_p.from_param(function)
+    call = (ctypes.byref(config), kernel, ctypes.byref(parameters.addresses), None)  # nothing left to convert
     launch_kernel, replace_address = driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress
     pointers, maps, lock = parameters.pointers, parameters.maps, threading.Lock()
     described = [(i, *x) for i, x in enumerate(maps)]
