@@ -112,7 +112,8 @@ def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q, stored
 @pytest.mark.parametrize(
     ("load", "batch", "heads_k", "capacity", "page_size"),
     [("short", 1, 8, 1024, 16), ("scattered", 8, 8, 32768, 16), ("few", 8, 8, 32768, 0), ("many", 8, 8, 32768, 64),
-     ("few", 8, 8, 32768, 128), ("many", 64, 8, 4096, 0), ("few", 1, 1, 65536, 0), ("many", 16, 1, 16384, 0)],
+     ("few", 8, 8, 32768, 128), ("few", 64, 8, 4096, 0), ("few", 1, 1, 65536, 0), ("even", 64, 8, 1024, 0),
+     ("even", 64, 8, 4096, 64), ("many", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0)],
 )  # fmt: skip
 def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, heads_k, capacity, page_size):
     call, q = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size)
@@ -134,7 +135,7 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
     assert decode_launch.width_for(tasks, 132) == width
 
 
-@pytest.mark.parametrize(("batch", "programs", "merges"), [(16, 0, False), (64, 256, False), (60, 264, True)])
+@pytest.mark.parametrize(("batch", "programs", "merges"), [(16, 0, False), (128, 512, False), (60, 264, True)])
 def test_without_lengths_whole_tasks_are_not_merged(batch, programs, merges):
     """One task for a program, two, or nearly two."""
     call, q = cached_call(spec((1, 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)

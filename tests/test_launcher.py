@@ -42,6 +42,7 @@ class Driver:
         return 0
 
     def cuFuncGetParamInfo(self, function, index, offset, size):
+        assert function.value == 1234
         if index.value == len(self.function_sizes):
             return 1
         size._obj.value = self.function_sizes[index.value]
@@ -82,6 +83,7 @@ def arguments():
     return descriptor, None, torch.zeros(5), torch.arange(7), 300, 1 << 40, 0.125, 1
 
 
+FUNCTIONS = {("kernel", b"cubin", 1000, 3): 1234}  # of a name, a binary, bytes of shared memory and a device
 SIZES = [MAP, *[4] * 4, *[8] * 4, 8, 8, 4, 8, 4, 8, 8]
 
 
@@ -89,20 +91,26 @@ SIZES = [MAP, *[4] * 4, *[8] * 4, 8, 8, 4, 8, 4, 8, 8]
 def compiled():
     metadata = {"num_warps": 12, "warp_size": 32, "shared": 1000, "num_ctas": 1, "launch_pdl": False}
     scratch = {"launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0}
-    through_triton = []
 
     class Compiled(SimpleNamespace):
+        __hash__ = object.__hash__
+
         def __getitem__(self, grid):
+            self.launchers.append(grid)
             return lambda *arguments, stream: self.calls.append((grid, arguments, stream))
 
-    source = SimpleNamespace(signature=SIGNATURE)
     return Compiled(
-        metadata=SimpleNamespace(**metadata, **scratch), src=source, function=1234, name="kernel", calls=through_triton
-    )
+        metadata=SimpleNamespace(**metadata, **scratch), src=SimpleNamespace(signature=SIGNATURE), kernel=b"cubin",
+        name="kernel", launchers=[], calls=[],
+    )  # fmt: skip
 
 
 def launch_of(monkeypatch, driver, compiled, arguments):
-    active = SimpleNamespace(get_current_stream=lambda device: 77 + device)
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": {3: 2000}[device]},
+        load_binary=lambda name, binary, shared, device: (0, FUNCTIONS[name, binary, shared, device], 0, 0, 0),
+    )
+    active = SimpleNamespace(get_current_stream=lambda device: 77 + device, utils=utils)
     monkeypatch.setattr(launcher, "_driver", lambda: driver)
     monkeypatch.setattr(launcher.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
@@ -128,7 +136,7 @@ def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, argu
         assert whole[8:12] == [lse.data_ptr(), arguments[3].data_ptr(), 300, 1 << 40]
         assert ctypes.c_float.from_buffer_copy(others[12]).value == 0.125
         assert whole[13:] == [0, 0]  # scratch
-    assert compiled.calls == []
+    assert compiled.launchers == []  # which Triton makes by a C compiler
     assert driver.attributes == [[]] * 4
 
 
@@ -151,9 +159,10 @@ def test_a_launch_may_wait_for_all_of_its_programs_or_for_those_of_the_one_befor
 
 @pytest.mark.parametrize(
     ("sizes", "changes"),
-    [(SIZES[:-1], {}), (SIZES, {"global_scratch_size": 64}), (SIZES, {"num_ctas": 2}), (None, {})],
-    ids=["other parameters", "scratch memory", "clusters", "no driver"],
-)
+    [(SIZES[:-1], {}), (SIZES, {"global_scratch_size": 64}), (SIZES, {"num_ctas": 2}), (SIZES, {"shared": 2001}),
+     (None, {})],
+    ids=["other parameters", "scratch memory", "clusters", "more shared memory than there is", "no driver"],
+)  # fmt: skip
 def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compiled, arguments, sizes, changes):
     vars(compiled.metadata).update(changes)
     driver = None if sizes is None else Driver(sizes)

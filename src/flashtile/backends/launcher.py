@@ -200,7 +200,7 @@ def _is_plain(metadata: Any) -> bool:
 
 @functools.cache
 def _loaded(compiled: Any, device_index: int) -> int | None:
-    """The function of a kernel, loaded as Triton does, without the launcher that Triton 3.6 has a C compiler make first.
+    """The function of a kernel, loaded as Triton loads it, but for the launcher that 3.6 has a C compiler make first.
 
     None of a kernel that wants more shared memory than there is, which Triton says when it is to load it.
     """

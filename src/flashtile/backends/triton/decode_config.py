@@ -68,23 +68,34 @@ def tasks_of(spec: AttentionSpec) -> int:
     return spec.batch * tasks_of_sequence(spec)
 
 
-LOADS = ("short", "scattered", "few", "many")
+LOADS = ("short", "scattered", "few", "even", "many")
 SHORT = 256  # keys of all tasks for each multiprocessor: four blocks of 64
-LONG = 1024  # as many, from which on what a block costs counts, not how many parts there are to merge
+LONG = 4096  # keys of a sequence, from which on a multiprocessor's one program may begin and end many tasks
+EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
 
 def load_of(call: CachedCall, multiprocessors: int) -> str:
-    """Short: at most so many keys, by the cache's capacity; else scattered over small pages; else few tasks, or more
-    than there are multiprocessors, or as of more: blocks of few tasks are too large for pages of 64 keys, and for more
-    than 16 rows pay while they are few."""
+    """Short: at most so many keys, by the cache's capacity; else scattered over small pages; else few tasks, or long
+    ones, whose blocks are too large for pages of 64 keys; else so many that whole ones fill a GPU evenly; else many."""
     tasks, page_size = tasks_of(call.spec), call.cache.page_size
-    keys = tasks * call.spec.seqlen_k
-    if keys <= SHORT * multiprocessors:
+    if tasks * call.spec.seqlen_k <= SHORT * multiprocessors:
         return "short"
     if 0 < page_size < 64:
         return "scattered"
-    large = page_size != 64 and (tile_m(call.spec) == ROWS[0] or keys <= LONG * multiprocessors)
-    return "few" if tasks <= multiprocessors and large else "many"
+    if page_size != 64 and (tasks <= multiprocessors or call.spec.seqlen_k >= LONG):
+        return "few"
+    most = EVEN * multiprocessors
+    return "even" if enough(shares_of_whole_tasks(tasks, most), most) else "many"
+
+
+def shares_of_whole_tasks(tasks: int, most: int) -> int:
+    """Programs, `most` or fewer, if each has as many tasks as another, or the last one fewer."""
+    return -(-tasks // -(-tasks // most))
+
+
+def enough(programs: int, most: int) -> bool:
+    """Whether so few do, of so many that could run: all but a sixteenth at most, an estimate."""
+    return 16 * programs >= 15 * most
 
 
 ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
@@ -115,31 +126,33 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 # is 32 KiB of K and V in 16 bits, as is one of 128 keys in 8; with 3 stages two of them are in flight, in each of two
 # programs. With 8 warps registers hold one program, which has more stages.
 # Measured on an H200, at (B, Hq, Hk, Sk), in decode-tiles-h200.json and decode-h200.json:
-# - (2, 128), 16 and 32 rows, among nine tiles: 64 keys, 4 warps, 3 stages, 2 programs take 255 us at 8,32,8,32768, 131
-#   us at 1,32,8,131072, 1979 us at 64 lengths from 1k to 64k; at six of seven points in one piece none is 2 % faster.
-#   At 1,32,1,65536 128 keys, 8 warps, 3 stages, 1 program take 18.2 us to 18.8.
+# - (2, 128), 16 and 32 rows, few tasks or long ones: 128 keys on 4 warps, 1 program, take 1885 us at 64 lengths from 1k
+#   to 64k, 64 keys on 4 warps, 2 programs (those of many) 1937; 240.9 to 242.5 at 64,32,8,4096, 239.2 to 243.0 at
+#   8,32,8,32768, 154.5 to 158.1 at 40,32,8,4096, 131.1 to 133.4 at 64 lengths up to 4k; on 8 warps as long, or longer
+#   where rows are 32: 40.5 us to 43.7 at 16,32,1,16384 (many: 41.6), 70.4 to 78.8 (72.0) at 8,128,4,16384. Where tasks
+#   are many and short it is the other way: 131.7 to 127.3 at 128,32,8,1024, 488 to 483 at 256,32,8,2048, 45.4 to 43.6
+#   at 64 lengths up to 1k. More blocks in flight, fewer, or fewer warps for as many keys: 1 to 25 % longer
+#   (decode_tiles_of_few_warps).
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
+# - (2, 128), 16 rows, even: 32 keys on 2 warps, 4 programs take 66.6 us at 64,32,8,1024, what is best of many 67.7;
+#   126.7 to 127.3 at 128,32,8,1024, 127.4 to 128.1 at 64,32,8,2048, 43.1 to 43.6 at 64 lengths up to 1k; but 103.6 to
+#   98.5 at 96,32,8,1024, whose tasks they would halve (there).
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
 #   of 256, 164 to 180 in pages of 16, where 16 keys on one warp took 149: no row.
-# - (2, 128), 16 and 32 rows, as many programs for each task: of few tasks 128 keys, 8 warps, 3 stages, 1 program take
-#   125.4 us at 1,32,8,131072 and 240.5 at 8,32,8,32768, what is best of many 126.9 and 243.4; at 64,32,8,4096 256.6 to
-#   246.0. Short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1 us to 14.6 at
-#   1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
-# - (2, 128), 32 rows of one key head, what is best of few beside that of many: 16.7 us to 18.4 at 1,32,1,65536, 25.5 to
-#   27.3 at 1,32,1,131072, 26.2 to 26.3 at 8,32,1,16384, 44.4 to 43.1 at 4,32,1,65536, 43.8 to 41.2 at 16,32,1,16384,
-#   78.3 to 71.4 at 32,32,1,16384; of four key heads 79.2 to 71.2 at 8,128,4,16384 (decode_tiles_of_32_rows).
+# - (2, 128), 16 and 32 rows: short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1
+#   us to 14.6 at 1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
 # - (2, 128), 16 rows, where each key of a block looks up its page: 32 keys, 2 warps, 3 stages, 4 programs take 247.1 us
 #   at 8,32,8,32768 in pages of 16, what is best of few 316.1, of many 248.5; 246.3 to 248.6 (many) at 64,32,8,4096,
 #   68.4 to 70.4 at 64,32,8,1024, as long at the 64 lengths. In pages of 64 what is best of few takes 281.4 us at
 #   8,32,8,32768, of many 244.1, 32 keys 247.7 (decode_tiles_in_lines in hopper-runs-h200.json).
 # All else is reasoned as above, and not measured.
 BFLOAT16_128 = {
-    "short": DecodeTiles(64, 4, 3, 1, 1), "scattered": DecodeTiles(32, 2, 3, 4, 1), "few": DecodeTiles(128, 8, 3, 1, 1),
-    "many": DecodeTiles(64, 4, 3, 2, 1),
+    "short": DecodeTiles(64, 4, 3, 1, 1), "scattered": DecodeTiles(32, 2, 3, 4, 1), "few": DecodeTiles(128, 4, 3, 1, 1),
+    "even": DecodeTiles(32, 2, 3, EVEN, 1), "many": DecodeTiles(64, 4, 3, 2, 1),
 }  # fmt: skip
-BFLOAT16_128_32_ROWS = BFLOAT16_128 | {"scattered": BFLOAT16_128["many"]}
+BFLOAT16_128_32_ROWS = BFLOAT16_128 | dict.fromkeys(("scattered", "even"), BFLOAT16_128["many"])
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4)),

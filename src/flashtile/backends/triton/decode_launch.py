@@ -14,7 +14,7 @@ from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from .decode import decode_kernel, merge_kernel
-from .decode_config import DecodeTiles, choose, tasks_of, tasks_of_sequence, tile_m
+from .decode_config import DecodeTiles, choose, enough, shares_of_whole_tasks, tasks_of, tasks_of_sequence, tile_m
 from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 
 FEWEST_MERGED, MOST_MERGED = 8, 256  # parts of a row at a time: fewer leave threads idle, more go round again
@@ -75,11 +75,6 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     return shared._replace(merges=True)
 
 
-def enough(programs: int, most: int) -> bool:
-    """Whether so few do, of so many that could run: all but a sixteenth at most, an estimate."""
-    return 16 * programs >= 15 * most
-
-
 @functools.cache
 def width_for(tasks: int, most: int) -> int:
     """How many of a sequence's tasks lie side by side, in a line each with equally many programs of `most` in all."""
@@ -91,7 +86,7 @@ def shares_for(tasks: int, most: int) -> int:
 
     If sequences are alike, shares then begin with tasks, and whole tasks are not merged.
     """
-    even = most // tasks * tasks if tasks <= most else triton.cdiv(tasks, triton.cdiv(tasks, most))
+    even = most // tasks * tasks if tasks <= most else shares_of_whole_tasks(tasks, most)
     return even if enough(even, most) else most
 
 
