@@ -105,10 +105,14 @@ def compiled():
     )  # fmt: skip
 
 
-def launch_of(monkeypatch, driver, compiled, arguments):
+def loaded(name, binary, shared, device):
+    """(module, function, registers, spills, threads at most)."""
+    return 0, FUNCTIONS[name, binary, shared, device], 0, 0, 0
+
+
+def launch_of(monkeypatch, driver, compiled, arguments, load_binary=loaded):
     utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": {3: 2000}[device]},
-        load_binary=lambda name, binary, shared, device: (0, FUNCTIONS[name, binary, shared, device], 0, 0, 0),
+        get_device_properties=lambda device: {"max_shared_mem": {3: 2000}[device]}, load_binary=load_binary
     )
     active = SimpleNamespace(get_current_stream=lambda device: 77 + device, utils=utils)
     monkeypatch.setattr(launcher, "_driver", lambda: driver)
@@ -176,6 +180,14 @@ def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compi
     assert (descriptor.shape, descriptor.strides, descriptor.layout) == (old.shape, old.strides, old.layout)
     assert others[0] is lse
     assert others[1:] == list(arguments[3:])
+
+
+def test_a_triton_that_loads_otherwise_launches_by_itself(monkeypatch, compiled, arguments):
+    driver = Driver(SIZES)
+    run = launch_of(monkeypatch, driver, compiled, arguments, load_binary=lambda name, binary: 1234)
+    run(arguments[0].base, None, arguments[2])
+    assert len(compiled.calls) == 1
+    assert driver.launches == []
 
 
 def test_the_first_launch_of_a_thread_makes_the_context_current(monkeypatch, compiled, arguments):

@@ -202,12 +202,16 @@ def _is_plain(metadata: Any) -> bool:
 def _loaded(compiled: Any, device_index: int) -> int | None:
     """The function of a kernel, loaded as Triton loads it, but for the launcher that 3.6 has a C compiler make first.
 
-    None of a kernel that wants more shared memory than there is, which Triton says when it is to load it.
+    None of a kernel that wants more shared memory than there is, which Triton says when it is to load it, and where a
+    later Triton loads otherwise.
     """
     shared, utils = compiled.metadata.shared, triton.runtime.driver.active.utils
-    if shared > utils.get_device_properties(device_index)["max_shared_mem"]:
+    try:
+        if shared > utils.get_device_properties(device_index)["max_shared_mem"]:
+            return None
+        _, function, *_ = utils.load_binary(compiled.name, compiled.kernel, shared, device_index)
+    except (AttributeError, LookupError, TypeError, ValueError):
         return None
-    _, function, *_ = utils.load_binary(compiled.name, compiled.kernel, shared, device_index)
     return function
 
 
