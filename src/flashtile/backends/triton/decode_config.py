@@ -144,9 +144,10 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 # - (2, 128), 16 and 32 rows: short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1
 #   us to 14.6 at 1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
 # - (2, 128), 16 rows, where each key of a block looks up its page: 32 keys, 2 warps, 3 stages, 4 programs take 247.1 us
-#   at 8,32,8,32768 in pages of 16, what is best of few 316.1, of many 248.5; 246.3 to 248.6 (many) at 64,32,8,4096,
-#   68.4 to 70.4 at 64,32,8,1024, as long at the 64 lengths. In pages of 64 what is best of few takes 281.4 us at
-#   8,32,8,32768, of many 244.1, 32 keys 247.7 (decode_tiles_in_lines in hopper-runs-h200.json).
+#   at 8,32,8,32768 in pages of 16, 128 keys on 8 warps 316.1, what is best of many 248.5; 246.3 to 248.6 (many) at
+#   64,32,8,4096, 68.4 to 70.4 at 64,32,8,1024, as long at the 64 lengths. In pages of 64 128 keys on 8 warps take 281.4
+#   us at 8,32,8,32768, on 4 306.2 at 64,32,8,4096, where what is best of many takes 244.4, and 32 keys 243.3 to 247.7
+#   (decode_tiles_in_lines, decode_tiles_of_few_warps in hopper-runs-h200.json).
 # All else is reasoned as above, and not measured.
 BFLOAT16_128 = {
     "short": DecodeTiles(64, 4, 3, 1, 1), "scattered": DecodeTiles(32, 2, 3, 4, 1), "few": DecodeTiles(128, 4, 3, 1, 1),
