@@ -131,12 +131,12 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 #   8,32,8,32768, 154.5 to 158.1 at 40,32,8,4096, 131.1 to 133.4 at 64 lengths up to 4k; on 8 warps as long, or longer
 #   where rows are 32: 40.5 us to 43.7 at 16,32,1,16384 (many: 41.6), 70.4 to 78.8 (72.0) at 8,128,4,16384. Where tasks
 #   are many and short it is the other way: 131.7 to 127.3 at 128,32,8,1024, 488 to 483 at 256,32,8,2048, 45.4 to 43.6
-#   at 64 lengths up to 1k. More blocks in flight, fewer, or fewer warps for as many keys: 1 to 25 % longer
-#   (decode_tiles_of_few_warps).
+#   at 64 lengths up to 1k. Of 16 other tiles, with more keys in flight, fewer, or as many, each takes 0 to 27 % longer
+#   at 64,32,8,4096 and 8,32,8,32768; 128 keys on 2 warps 25 and 55 % (decode_tiles_of_few_warps).
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
 # - (2, 128), 16 rows, even: 32 keys on 2 warps, 4 programs take 66.6 us at 64,32,8,1024, what is best of many 67.7;
 #   126.7 to 127.3 at 128,32,8,1024, 127.4 to 128.1 at 64,32,8,2048, 43.1 to 43.6 at 64 lengths up to 1k; but 103.6 to
-#   98.5 at 96,32,8,1024, whose tasks they would halve (there).
+#   98.5 at 96,32,8,1024, whose tasks they would divide (there).
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
