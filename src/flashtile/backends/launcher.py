@@ -13,6 +13,7 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -174,8 +175,18 @@ def prepared(fn: Any, device: torch.device, grid: int, arguments: tuple, moving:
     if device.type == "cpu":  # the interpreter compiles nothing
         others = arguments[moving:]
         return lambda stream, *tensors: fn[(grid,)](*tensors, *others, **options)
+    _get_ready()
     compiled = fn.warmup(*arguments, grid=(grid,), **options)
     return launch_of(compiled, device, grid, arguments, moving)
+
+
+@functools.cache
+def _get_ready() -> None:
+    """What Triton does in a process before it compiles first, at once and not one after the other: it hashes its own
+    code, a part of the key in its cache, and has a C compiler make what calls the driver, if not in its cache."""
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(getattr(triton.runtime.cache, "triton_key", lambda: None))
+        triton.runtime.driver.active.get_current_device()
 
 
 def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, moving: int) -> StreamLaunch:
