@@ -183,7 +183,8 @@ def prepared(fn: Any, device: torch.device, grid: int, arguments: tuple, moving:
 @functools.cache
 def _get_ready() -> None:
     """What Triton does in a process before it compiles first, at once and not one after the other: it hashes its own
-    code, a part of the key in its cache, and has a C compiler make what calls the driver, if not in its cache."""
+    code, a part of the key in its cache, and has a C compiler make what calls the driver, if not in its cache. A later
+    Triton may hash elsewhere, and then in its own time."""
     with ThreadPoolExecutor(1) as beside:
         beside.submit(getattr(triton.runtime.cache, "triton_key", lambda: None))
         triton.runtime.driver.active.get_current_device()
