@@ -124,6 +124,15 @@ def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, he
         assert not usage.spills, usage
 
 
+def test_a_cache_whose_keys_lie_far_apart_is_left_to_others():
+    """Places in a block are 32-bit numbers."""
+    call, _ = cached_call(spec((1, 32768), (32, 8), (128, 128), BF16), BF16, page_size=0)
+    for apart, left in ((1 << 22, False), (1 << 23, True)):
+        v = torch.empty_strided(call.cache.v.shape, (1 << 40, apart, 128, 1), dtype=BF16, device="meta")
+        reason = decode_launch.passes_over(replace(call, cache=replace(call.cache, v=v)))
+        assert reason == ("keys or values lie 8388608 numbers apart; it wants fewer than 8388608" if left else None)
+
+
 @pytest.mark.parametrize(
     ("tasks", "programs"), [(1, 132), (8, 128), (64, 128), (72, 132), (132, 132), (300, 132), (512, 128)]
 )
@@ -147,6 +156,16 @@ def test_without_lengths_whole_tasks_are_not_merged(batch, programs, merges):
     kernels = list(compile_cached(call, q, "sm_90"))
     assert len(kernels) == 2 + merges
     assert not any(usage.spills for usage, _ in kernels)
+
+
+@pytest.mark.parametrize("heads_k", [1, 8])
+@pytest.mark.parametrize("num_splits", [0, 1], ids=["shares", "one part"])
+def test_decode_asks_for_the_first_keys_before_it_waits_for_queries(num_splits, heads_k):
+    case = spec((1, 4096), (32, heads_k), (128, 128), BF16)
+    (_, compiled), *_ = compile_cached(*cached_call(case, BF16, page_size=0), "sm_90", num_splits)
+    code = [text for _, text in machine_code(compiled)]
+    first = next(i for i, text in enumerate(code) if "LDGSTS" in text)
+    assert not any(re.search(r"STS\.128", text) for text in code[:first])  # q, on its way to a product
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])

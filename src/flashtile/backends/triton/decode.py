@@ -95,7 +95,7 @@ def load_keys(
     if PAGE_SIZE > 0:
         token %= PAGE_SIZE
     dims = tl.arange(0, TILE_D)
-    at = token.to(tl.int64)[:, None] * stride_s + dims[None, :]  # the same in every block: worked out once
+    at = token[:, None] * stride_s + dims[None, :]  # the same in every block: worked out once, in 32 bits
     mask = inside[:, None]
     if D < TILE_D:
         mask &= (dims < D)[None, :]
@@ -216,7 +216,8 @@ def decode_kernel(
     block lies is carried from the step before (sequence, head_k, m_block, first, n_keys, n_block, ends, page) and moves
     on in an `if` apart from those that store a task and load q, which are behind products. No value is carried for two
     steps: hence goes_on, not the `ends` of the step before. And the first q is loaded before the loop: were it zeros
-    there, a task's q would lie in registers as a product takes it, and they are few.
+    there, a task's q would lie in registers as a product takes it, and they are few. Without SHARED no task follows;
+    what loads its q keeps the first one's from being awaited before the first blocks are asked for.
     """
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks
@@ -279,7 +280,7 @@ def decode_kernel(
     goes_on = True  # the task of the block before; a task begins where it does not
     ends = n_block + 1 == n_end
     for at in range(position, stop):
-        if SHARED and not goes_on:
+        if not goes_on:
             q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
                 q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh,
                 stride_slopes, stride_k_descale, seqlen_q, group, softmax_scale,
@@ -352,21 +353,20 @@ def decode_kernel(
                 tl.store(lse_parts_ptr + part_row, lse, here)
 
         n_block += 1
-        if SHARED:
-            goes_on = not ends
-            if ends:
-                begin = 0
-                task += width
-                if task >= tasks:
-                    task -= tasks
-                    sequence = tl.minimum(sequence + 1, batches - 1)  # behind the line the last again, not used
-                head_k = task // m_blocks
-                m_block = task % m_blocks
-                first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-                n_block, blocks = key_blocks(
-                    n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
-                )  # fmt: skip
-                n_end = n_block + blocks
+        goes_on = not ends
+        if SHARED and ends:
+            begin = 0
+            task += width
+            if task >= tasks:
+                task -= tasks
+                sequence = tl.minimum(sequence + 1, batches - 1)  # behind the line the last again, not used
+            head_k = task // m_blocks
+            m_block = task % m_blocks
+            first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+            n_block, blocks = key_blocks(
+                n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
+            )  # fmt: skip
+            n_end = n_block + blocks
         ends = n_block + 1 == n_end
         # the next block's: read in its own step it would halve the blocks in flight
         page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)

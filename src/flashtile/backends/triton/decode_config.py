@@ -162,7 +162,7 @@ SM_90 = _table({
     (2, 128): (BFLOAT16_128, BFLOAT16_128_32_ROWS, DecodeTiles(64, 8, 4, 1, 4)),
     (2, 256): DecodeTiles(32, 4, 3, 2, 8),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
-    (4, 128): (DecodeTiles(32, 8, 4, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
+    (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
     (4, 256): DecodeTiles(16, 8, 4, 1, 16),
 })  # fmt: skip
 

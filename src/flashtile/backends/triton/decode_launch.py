@@ -19,6 +19,7 @@ from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 
 FEWEST_MERGED, MOST_MERGED = 8, 256  # parts of a row at a time: fewer leave threads idle, more go round again
 NARROWEST_MERGED = 16  # dims of a program that merges: of float32 two sectors of memory
+MOST_KEYS = 256  # of a block of any tiles, whose places in it are 32-bit numbers
 MERGED_BY_A_WARP = 1024  # numbers: 32 in each of its threads are eight loads under way
 
 
@@ -160,6 +161,9 @@ def passes_over(call: CachedCall) -> str | None:
     """Why a call over a cache is left to kernels for one sequence."""
     if call.cache.k.stride(-1) != 1 or call.cache.v.stride(-1) != 1:
         return "it reads keys and values of a last stride of 1"
+    apart = max(x.stride(1) for x in (call.cache.k, call.cache.v))
+    if apart * MOST_KEYS >= 1 << 31:
+        return f"keys or values lie {apart} numbers apart; it wants fewer than {(1 << 31) // MOST_KEYS}"
     arch = arch_of(call.cache.k.device)
     if call.cache.k.dtype == FP8 and arch is not None and arch.startswith("sm_8") and arch != "sm_89":
         return f"{arch} has no float8"
