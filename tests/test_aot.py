@@ -124,6 +124,12 @@ def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, he
         assert not usage.spills, usage
 
 
+@pytest.mark.parametrize("tile_n", [8, 512])
+def test_decode_tiles_that_no_kernel_takes_say_so(tile_n):
+    with pytest.raises(ValueError, match=f"tile_n: got {tile_n}; want 16, for the matrix units, to 256"):
+        replace(decode_config.BFLOAT16_128["few"], tile_n=tile_n)
+
+
 def test_a_cache_whose_keys_lie_far_apart_is_left_to_others():
     """Places in a block are 32-bit numbers."""
     call, _ = cached_call(spec((1, 32768), (32, 8), (128, 128), BF16), BF16, page_size=0)

@@ -10,6 +10,8 @@ from ...cache import CachedCall
 from ...spec import AttentionSpec
 from .config import table_of
 
+MOST_KEYS = 256  # of a block: places in it are 32-bit numbers, which limits how far apart keys may lie
+
 
 @dataclass(frozen=True)
 class DecodeTiles:
@@ -29,8 +31,8 @@ class DecodeTiles:
             value = getattr(self, name)
             if not isinstance(value, int) or value <= 0 or value & (value - 1):
                 raise ValueError(f"{name}: got {value!r}; want a power of two")
-        if self.tile_n < 16:
-            raise ValueError(f"tile_n: got {self.tile_n}; the matrix units want 16 at least")
+        if not 16 <= self.tile_n <= MOST_KEYS:
+            raise ValueError(f"tile_n: got {self.tile_n}; want 16, for the matrix units, to {MOST_KEYS}")
         for name in ("num_stages", "programs", "least"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

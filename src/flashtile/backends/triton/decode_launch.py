@@ -14,12 +14,20 @@ from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
 from ..launcher import Launcher, StreamLaunch, prepared
 from .decode import decode_kernel, merge_kernel
-from .decode_config import DecodeTiles, choose, enough, shares_of_whole_tasks, tasks_of, tasks_of_sequence, tile_m
+from .decode_config import (
+    MOST_KEYS,
+    DecodeTiles,
+    choose,
+    enough,
+    shares_of_whole_tasks,
+    tasks_of,
+    tasks_of_sequence,
+    tile_m,
+)
 from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 
 FEWEST_MERGED, MOST_MERGED = 8, 256  # parts of a row at a time: fewer leave threads idle, more go round again
 NARROWEST_MERGED = 16  # dims of a program that merges: of float32 two sectors of memory
-MOST_KEYS = 256  # of a block of any tiles, whose places in it are 32-bit numbers
 MERGED_BY_A_WARP = 1024  # numbers: 32 in each of its threads are eight loads under way
 
 
