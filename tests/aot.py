@@ -82,7 +82,7 @@ def compile_launch(launcher: Launcher, spec: object, arch: str, *tensors: Tensor
     seen = []
     with mock.patch.object(sys.modules[type(launcher).__module__], "prepared", lambda *args: seen.append(args)):
         launcher.prepare(spec, tensors)
-    ((fn, _, _, arguments, _, options),) = seen
+    ((fn, _, _, arguments, _, options, *_),) = seen
     signature, constants, attributes = {}, {}, {}
     for index, (parameter, value) in enumerate(zip(fn.params, arguments, strict=True)):
         special = isinstance(value, int) and not parameter.do_not_specialize

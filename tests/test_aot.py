@@ -77,7 +77,8 @@ def compile_cached(call, q, arch, num_splits=0):
     """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
-    parts = empty(2 * spec.programs, decode_config.tile_m(of), of.head_dim_v), empty(2 * spec.programs)
+    slots, rows = 2 * spec.programs, decode_config.tile_m(of)
+    parts = empty(slots, rows, of.head_dim_v), empty(rows, slots)
     parts = parts if spec.merges else (None, None)
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
@@ -162,6 +163,19 @@ def test_without_lengths_whole_tasks_are_not_merged(batch, programs, merges):
     kernels = list(compile_cached(call, q, "sm_90"))
     assert len(kernels) == 2 + merges
     assert not any(usage.spills for usage, _ in kernels)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_k", "capacity", "arch", "alone"),
+    [(1, 1, 32768, "sm_90", True), (1, 1, 8192, "sm_90", False), (1, 8, 1024, "sm_90", False),
+     (8, 8, 32768, "sm_90", True), (64, 8, 1024, "sm_90", False), (1, 1, 32768, "sm_80", False)],
+    ids=["blocks one after the other", "a block each", "a block each of 8 heads", "long", "four programs", "no early start"],
+)  # fmt: skip
+def test_decode_programs_of_several_blocks_that_start_early_do_not_share_a_multiprocessor_meant_for_one(
+    batch, heads_k, capacity, arch, alone
+):
+    call, _ = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    assert decode_launch.decode_spec(call, 0, arch, 132).alone == alone
 
 
 @pytest.mark.parametrize("heads_k", [1, 8])

@@ -83,7 +83,8 @@ def arguments():
     return descriptor, None, torch.zeros(5), torch.arange(7), 300, 1 << 40, 0.125, 1
 
 
-FUNCTIONS = {("kernel", b"cubin", 1000, 3): 1234}  # of a name, a binary, bytes of shared memory and a device
+# of a name, a binary, bytes of shared memory and a device
+FUNCTIONS = {("kernel", b"cubin", shared, 3): 1234 for shared in (1000, 1001)}
 SIZES = [MAP, *[4] * 4, *[8] * 4, 8, 8, 4, 8, 4, 8, 8]
 
 
@@ -110,7 +111,7 @@ def loaded(name, binary, shared, device):
     return 0, FUNCTIONS[name, binary, shared, device], 0, 0, 0
 
 
-def launch_of(monkeypatch, driver, compiled, arguments, load_binary=loaded):
+def launch_of(monkeypatch, driver, compiled, arguments, load_binary=loaded, **options):
     utils = SimpleNamespace(
         get_device_properties=lambda device: {"max_shared_mem": {3: 2000}[device]}, load_binary=load_binary
     )
@@ -119,7 +120,7 @@ def launch_of(monkeypatch, driver, compiled, arguments, load_binary=loaded):
     monkeypatch.setattr(launcher.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     device = torch.device("cuda", 3)
-    return launcher.on_current_stream(launcher.launch_of(compiled, device, 132, arguments, moving=3), device)
+    return launcher.on_current_stream(launcher.launch_of(compiled, device, 132, arguments, 3, **options), device)
 
 
 def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, arguments):
@@ -159,6 +160,18 @@ def test_a_launch_may_wait_for_all_of_its_programs_or_for_those_of_the_one_befor
     assert not any(others)
     assert again == [attribute]
     assert compiled.calls == []
+
+
+@pytest.mark.parametrize(("of_the_kernel", "of_the_launch"), [(1000, 1001), (1001, 1001)])
+def test_a_program_that_is_to_be_alone_leaves_no_shared_memory_for_another(
+    monkeypatch, compiled, arguments, of_the_kernel, of_the_launch
+):
+    compiled.metadata.shared = of_the_kernel
+    driver = Driver(SIZES)
+    run = launch_of(monkeypatch, driver, compiled, arguments, alone=True)
+    run(arguments[0].base, None, arguments[2])
+    ((_, _, shared, _, _),) = driver.launches
+    assert shared == of_the_launch
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,9 @@ def on_current_stream(launch: StreamLaunch, device: torch.device) -> Run:
     return run
 
 
-def prepared(fn: Any, device: torch.device, grid: int, arguments: tuple, moving: int, options: dict) -> StreamLaunch:
+def prepared(
+    fn: Any, device: torch.device, grid: int, arguments: tuple, moving: int, options: dict, alone: bool = False
+) -> StreamLaunch:
     """The launch of a Triton kernel, as `launch_of` describes it; of an empty grid, nothing."""
     if grid == 0:
         return lambda stream, *tensors: None
@@ -177,7 +179,7 @@ def prepared(fn: Any, device: torch.device, grid: int, arguments: tuple, moving:
         return lambda stream, *tensors: fn[(grid,)](*tensors, *others, **options)
     _get_ready()
     compiled = fn.warmup(*arguments, grid=(grid,), **options)
-    return launch_of(compiled, device, grid, arguments, moving)
+    return launch_of(compiled, device, grid, arguments, moving, alone)
 
 
 @functools.cache
@@ -190,17 +192,21 @@ def _get_ready() -> None:
         triton.runtime.driver.active.get_current_device()
 
 
-def launch_of(compiled: Any, device: torch.device, grid: int, arguments: tuple, moving: int) -> StreamLaunch:
+def launch_of(
+    compiled: Any, device: torch.device, grid: int, arguments: tuple, moving: int, alone: bool = False
+) -> StreamLaunch:
     """The launch of a kernel that Triton compiled for `arguments`, on `device`.
 
     Tensors take the place of the first `moving` arguments, which are tensors, their descriptors, or None; each must
-    lie in memory as the one before. The other arguments stay.
+    lie in memory as the one before. The other arguments stay. alone: each program has so much shared memory that no
+    other fits beside it on a multiprocessor, if the launch goes straight through the driver.
     """
     driver = _driver()
-    if driver is not None and _is_plain(compiled.metadata) and (function := _loaded(compiled, device.index)):
+    if driver is not None and _is_plain(compiled.metadata) and (loaded := _loaded(compiled, device.index, alone)):
+        function, shared = loaded
         parameters = Parameters(driver, compiled.src.signature, arguments, moving)
         if parameters.sizes == _sizes(driver, function):
-            return _through_driver(driver, compiled, function, device.index, grid, parameters)
+            return _through_driver(driver, compiled, function, shared, device.index, grid, parameters)
     return _through_triton(compiled[(grid, 1, 1)], arguments, moving)
 
 
@@ -211,20 +217,24 @@ def _is_plain(metadata: Any) -> bool:
 
 
 @functools.cache
-def _loaded(compiled: Any, device_index: int) -> int | None:
-    """The function of a kernel, loaded as Triton loads it, but for the launcher that 3.6 has a C compiler make first.
+def _loaded(compiled: Any, device_index: int, alone: bool) -> tuple[int, int] | None:
+    """The function of a kernel, loaded as Triton loads it, but for the launcher that 3.6 has a C compiler make first;
+    and the bytes of shared memory to launch it with.
 
     None of a kernel that wants more shared memory than there is, which Triton says when it is to load it, and where a
     later Triton loads otherwise.
     """
     shared, utils = compiled.metadata.shared, triton.runtime.driver.active.utils
     try:
-        if shared > utils.get_device_properties(device_index)["max_shared_mem"]:
+        most = utils.get_device_properties(device_index)["max_shared_mem"]
+        if shared > most:
             return None
+        if alone:
+            shared = max(shared, most // 2 + 1)
         _, function, *_ = utils.load_binary(compiled.name, compiled.kernel, shared, device_index)
     except (AttributeError, LookupError, TypeError, ValueError):
         return None
-    return function
+    return function, shared
 
 
 def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> StreamLaunch:
@@ -246,10 +256,10 @@ def _of(descriptor: Any, tensor: Tensor | None) -> Any:
 
 
 def _through_driver(
-    driver: ctypes.CDLL, compiled: Any, function: int, device_index: int, grid: int, parameters: Parameters
+    driver: ctypes.CDLL, compiled: Any, function: int, shared: int, device_index: int, grid: int, parameters: Parameters
 ) -> StreamLaunch:
     threads = compiled.metadata.num_warps * compiled.metadata.warp_size
-    config = _Config((grid, 1, 1), (threads, 1, 1), compiled.metadata.shared)
+    config = _Config((grid, 1, 1), (threads, 1, 1), shared)
     wanted = {
         _COOPERATIVE: compiled.metadata.launch_cooperative_grid,
         _PROGRAMMATIC_STREAM_SERIALIZATION: compiled.metadata.launch_pdl,

@@ -348,9 +348,10 @@ def decode_kernel(
                 tl.store(lse_ptr + lse_at, lse, here)
             else:
                 slot = 2 * program.to(tl.int64) + (begin == 0)
-                part_row = slot * TILE_M + tl.arange(0, TILE_M)
-                tl.store(out_parts_ptr + (part_row[:, None] * DV + dims_v[None, :]), out, stored)
-                tl.store(lse_parts_ptr + part_row, lse, here)
+                row = tl.arange(0, TILE_M)
+                out_at = slot * TILE_M + row
+                tl.store(out_parts_ptr + (out_at[:, None] * DV + dims_v[None, :]), out, stored)
+                tl.store(lse_parts_ptr + (row.to(tl.int64) * (2 * tl.num_programs(0)) + slot), lse, here)
 
         n_block += 1
         goes_on = not ends
@@ -415,21 +416,23 @@ def merge_kernel(
     if EARLY and (n_parts > 1) | (tl.program_id(0) == 0):
         tl.extra.cuda.gdc_wait()  # what is asked for here is known before
     if n_parts > 1:
-        first_program = first_share * width + task % width
-        first_at = first_program.to(tl.int64) * (2 * TILE_M) + row % TILE_M
+        first_slot = 2 * (first_share * width + task % width).to(tl.int64)
+        row %= TILE_M
+        lses_ptr = lse_parts_ptr + row.to(tl.int64) * (2 * n_shares * width)  # a row's lie side by side: few sectors
         acc = tl.zeros([DIMS], tl.float32)
         m = tl.full([], float("-inf"), tl.float32)
         l = tl.full([], 0.0, tl.float32)
         for first in range(0, n_parts, PARTS):
             part = first + tl.arange(0, PARTS)
             here = part < n_parts
-            at = first_at + (2 * width * part + (part == 0)).to(tl.int64) * TILE_M
+            slot = first_slot + 2 * width * part + (part == 0)
+            at = slot * TILE_M + row
             # volatile, lest the compiler puts what waits for lses before it loads outs
             outs = tl.load(
                 out_parts_ptr + (at[:, None] * DV + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0,
                 volatile=True,
             )  # (PARTS, DIMS)  # fmt: skip
-            lses = tl.load(lse_parts_ptr + at, here, float("-inf"), volatile=True)
+            lses = tl.load(lses_ptr + slot, here, float("-inf"), volatile=True)
             m_new = tl.maximum(m, tl.max(lses, 0))
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
             weights = tl.exp(lses - shift)
