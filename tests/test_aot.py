@@ -169,9 +169,9 @@ def test_without_lengths_whole_tasks_are_not_merged(batch, programs, merges):
     ("batch", "heads_k", "capacity", "arch", "alone"),
     [(1, 1, 32768, "sm_90", True), (1, 1, 8192, "sm_90", False), (1, 8, 1024, "sm_90", False),
      (8, 8, 32768, "sm_90", True), (64, 8, 1024, "sm_90", False), (1, 1, 32768, "sm_80", False)],
-    ids=["blocks one after the other", "a block each", "a block each of 8 heads", "long", "four programs", "no early start"],
+    ids=["some blocks", "a block each", "a block each, 8 heads", "many blocks", "four programs", "no early start"],
 )  # fmt: skip
-def test_decode_programs_of_several_blocks_that_start_early_do_not_share_a_multiprocessor_meant_for_one(
+def test_decode_programs_of_several_blocks_that_start_early_keep_a_multiprocessor_for_themselves(
     batch, heads_k, capacity, arch, alone
 ):
     call, _ = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
