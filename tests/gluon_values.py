@@ -36,8 +36,8 @@ class Number(int):
     def to(self, _dtype: Any) -> Number:
         return self
 
-    def __add__(self, other: int) -> Number:
-        return Number(int(self) + int(other))
+    def __add__(self, other: Any) -> Any:
+        return Number(int(self) + other) if isinstance(other, int) else int(self) + other
 
     def __sub__(self, other: int) -> Number:
         return Number(int(self) - int(other))

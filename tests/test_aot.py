@@ -286,6 +286,18 @@ def test_hopper_kernels_are_compiled_by_a_ptxas_of_cuda_12_where_it_pays(pays, m
         assert options == {}
 
 
+@pytest.mark.parametrize(("said", "noted"), [(None, False), ("0", True), ("1", False)])
+def test_hopper_kernels_have_line_numbers_if_the_environment_asks_for_them(said, noted, monkeypatch):
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)
+    if said is not None:
+        monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", said)
+    compilation = triton.knobs.compilation
+    before = compilation.disable_line_info
+    with ptxas.earlier_ptxas({}):
+        assert compilation.disable_line_info != noted
+    assert compilation.disable_line_info == before
+
+
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_steady_step_waits_for_its_last_product_half_way_through_the_softmax(mask):
     _, compiled = compile_hopper(spec((4096, 4096), (16, 16), (128, 128), BF16, **MASKS[mask]))

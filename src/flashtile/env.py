@@ -16,6 +16,11 @@ def names_ptxas() -> bool:
     return "TRITON_PTXAS_BLACKWELL_PATH" in os.environ
 
 
+def names_line_info() -> bool:
+    """TRITON_DISABLE_LINE_INFO (Triton's own): the user has said whether a profiler is to find a kernel's lines."""
+    return "TRITON_DISABLE_LINE_INFO" in os.environ
+
+
 def tuned_configs() -> Path:
     """FLASHTILE_TUNED: the file `flashtile tune` writes and the Triton backend reads at start."""
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "flashtile" / "tuned.json"

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -178,7 +179,8 @@ def prepared(
         others = arguments[moving:]
         return lambda stream, *tensors: fn[(grid,)](*tensors, *others, **options)
     _get_ready()
-    compiled = fn.warmup(*arguments, grid=(grid,), **options)
+    with _without_collection():
+        compiled = fn.warmup(*arguments, grid=(grid,), **options)
     return launch_of(compiled, device, grid, arguments, moving, alone)
 
 
@@ -190,6 +192,19 @@ def _get_ready() -> None:
     with ThreadPoolExecutor(1) as beside:
         beside.submit(getattr(triton.runtime.cache, "triton_key", lambda: None))
         triton.runtime.driver.active.get_current_device()
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Within, Python does not look for garbage in cycles, if it did before: a twentieth of the time to compile, which
+    makes a million objects and keeps most of them until it has ended."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def launch_of(

@@ -2,6 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
@@ -15,10 +17,16 @@ if hasattr(tma, "async_atomic_add"):
     add_async = tma.async_atomic_add
 else:
     from triton._C.libtriton import ir
-    from triton.experimental.gluon.language._core import builtin
 
     @builtin
     def add_async(tensor_desc, coord, src, _semantic=None):
         """A copy from shared memory that adds to what is there; in 3.6 it has no Python function."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@builtin
+def call_as_worker(function, arguments, _semantic=None, _generator=None):
+    """function(*arguments), as roles of a warpgroup call it that are not the first: for the first role, of as many
+    warps, Triton would make the same function once more."""
+    return _generator.call_JitFunction(function, arguments, kwargs={}, caller_context=GluonCallerContext(num_warps=4))

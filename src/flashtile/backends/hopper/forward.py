@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import add_rings, anew, load_slot, make_ring
+from .compat import call_as_worker
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
 from .tile import (
@@ -176,7 +177,7 @@ def release_early(p, q_ring, q_position, done):
 
 @gluon.jit
 def step(
-    p, warpgroup: gl.constexpr, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row, col, k_ring, v_ring,
+    p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row, col, k_ring, v_ring,
     MASKED: gl.constexpr, STEADY: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """S of this block and O += P V of the block before, then the softmax of this one while the latter runs. O_FIRST: O
@@ -251,7 +252,7 @@ def add_tail(p, s, o, m, l, v_ring, position, p_layout: gl.constexpr):
 
 
 @gluon.jit
-def sit_out_scores(warpgroup: gl.constexpr, p, position, k_ring):
+def sit_out_scores(warpgroup, p, position, k_ring):
     """S of a block of which no row of this warpgroup is to see anything: it lets the others go on."""
     k_ring.await_full(position)
     take_turn(warpgroup)
@@ -267,9 +268,59 @@ def sit_out(position, ring):
 
 
 @gluon.jit
+def other_blocks(
+    p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, first, full_first, full_end, end,
+    careful, k_ring, v_ring, s_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """The blocks of a tile but for that at its end, from the last to the first: masked at the right edge, full, masked
+    at the left edge."""
+    blocks_here = gl.where(row < p.seqlen_q, end - first, 1)
+    for _ in range(end - first - blocks_here):
+        sit_out_scores(warpgroup, p, position, k_ring)
+        sit_out(position - 1, v_ring)
+        position += 1
+    end = first + blocks_here
+    final = position + (blocks_here - 2)
+    last, middle = middle_blocks(first, full_first, full_end, end)
+    steady = 0
+    if p.STEADY:
+        steady = gl.where(careful, 0, middle - last)
+    if p.HAS_RIGHT:
+        # and those without one that a second walk computes with a running maximum: a loop less to compile
+        unmasked = middle - last - steady if p.STEADY else 0
+        for i in range(end - 1 - middle + unmasked):
+            col = (end - 2 - i) * p.TILE_N
+            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
+                                  col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
+            has_o = True
+            position += 1
+    if not (p.HAS_RIGHT and p.STEADY):
+        for _ in range(middle - last - steady):
+            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
+                                  0, k_ring, v_ring, False, False, s_layout, p_layout)  # fmt: skip
+            has_o = True
+            position += 1
+    if p.STEADY:
+        m = gl.where((steady > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
+        for _ in range(steady):
+            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
+                                  0, k_ring, v_ring, False, True, s_layout, p_layout)  # fmt: skip
+            has_o = True
+            position += 1
+    if p.HAS_LEFT:
+        for i in range(last - first):
+            col = (last - 1 - i) * p.TILE_N
+            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
+                                  col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
+            has_o = True
+            position += 1
+    return o, probs, m, l, has_o, position
+
+
+@gluon.jit
 def end_tile(
-    p, warpgroup: gl.constexpr, o, probs, m, l, has_o, v_ring, position, batch, head, row, piece, out_desc, lse_ptr,
-    pieces_ptr, out_buffer, failures, p_layout: gl.constexpr, row_layout: gl.constexpr,
+    p, warpgroup, o, probs, m, l, has_o, v_ring, position, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr,
+    out_buffer, failures, p_layout: gl.constexpr, row_layout: gl.constexpr,
 ):  # fmt: skip
     """The last O += P V of a tile, and its epilogue; returns O, whose registers the next tile's takes."""
     o = begin_values(o, probs, v_ring, position, has_o, p_layout)
@@ -281,11 +332,21 @@ def end_tile(
 
 
 @gluon.jit
-def compute_loop(
+def compute_role(
     warpgroup: gl.constexpr, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffers, failures
 ):  # fmt: skip
-    """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
+    """A warpgroup's `compute_loop`, which is one function for all, made once: its number is an argument."""
     mine = failures.slice(warpgroup * p.TILE_M, p.TILE_M)
+    call_as_worker(compute_loop, (gl.to_tensor(warpgroup), p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring,
+                                  out_buffers.index(warpgroup), failures, mine))  # fmt: skip
+    keep_apart(warpgroup)
+
+
+@gluon.jit
+def compute_loop(
+    warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffer, failures, mine
+):  # fmt: skip
+    """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
     q_position = q_ring.first()
     position = k_ring.first()
     if p.STEADY:
@@ -293,17 +354,17 @@ def compute_loop(
         again = True
         while again:
             q_position, position = compute_walk(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring,
-                                                out_buffers, mine, q_position, position, careful)  # fmt: skip
+                                                out_buffer, mine, q_position, position, careful)  # fmt: skip
             again = any_failed(p, failures) & (careful ^ True)
             careful = True
     else:
-        compute_walk(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffers, mine, q_position,
+        compute_walk(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffer, mine, q_position,
                      position, True)  # fmt: skip
 
 
 @gluon.jit
 def compute_walk(
-    warpgroup: gl.constexpr, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffers, failures,
+    warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffer, failures,
     q_position, position, careful,
 ):  # fmt: skip
     """All tiles of this program once, no block of them STEADY if `careful`; returns the positions after them."""
@@ -370,7 +431,7 @@ def compute_walk(
             v_ring.release(position - 1 - tail - unseen, pred=t > 0)
             if t > 0:
                 finish(p, warpgroup, o, m, l, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr,
-                       out_buffers.index(warpgroup), failures, row_layout)  # fmt: skip
+                       out_buffer, failures, row_layout)  # fmt: skip
         if p.OWN_BLOCKS:
             if unseen > 0:
                 sit_out(position - 1, v_ring)
@@ -386,58 +447,21 @@ def compute_walk(
         piece = piece_new
         has_o = tail > 0
         position += 1
-        # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
-        for _ in range(end - first - blocks_here):
-            sit_out_scores(warpgroup, p, position, k_ring)
-            sit_out(position - 1, v_ring)
-            position += 1
-        end = first + blocks_here
-        final = position + (blocks_here - 2)
-        last, middle = middle_blocks(first, full_first, full_end, end)
-        steady = 0
-        if p.STEADY:
-            steady = gl.where(careful, 0, middle - last)
-        if p.HAS_RIGHT:
-            # and those without one that a second walk computes with a running maximum: a loop less to compile
-            unmasked = middle - last - steady if p.STEADY else 0
-            for i in range(end - 1 - middle + unmasked):
-                col = (end - 2 - i) * p.TILE_N
-                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
-                                      col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
-                has_o = True
-                position += 1
-        if not (p.HAS_RIGHT and p.STEADY):
-            for _ in range(middle - last - steady):
-                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
-                                      0, k_ring, v_ring, False, False, s_layout, p_layout)  # fmt: skip
-                has_o = True
-                position += 1
-        if p.STEADY:
-            m = gl.where((steady > 0) & (m == float("-inf")), 0.0, m)  # a row that has seen no key yet
-            for _ in range(steady):
-                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
-                                      0, k_ring, v_ring, False, True, s_layout, p_layout)  # fmt: skip
-                has_o = True
-                position += 1
-        if p.HAS_LEFT:
-            for i in range(last - first):
-                col = (last - 1 - i) * p.TILE_N
-                o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
-                                      col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
-                has_o = True
-                position += 1
+        o, probs, m, l, has_o, position = other_blocks(
+            p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, first, full_first, full_end, end,
+            careful, k_ring, v_ring, s_layout, p_layout,
+        )  # fmt: skip
         if q_ring.depth > 1 and not all_kept(p, q_ring):
             q_ring.release(q_position)
         q_position += 1
         if not p.FLAT:
             o = end_tile(p, warpgroup, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, piece, out_desc,
-                         lse_ptr, pieces_ptr, out_buffers.index(warpgroup), failures, p_layout, row_layout)  # fmt: skip
+                         lse_ptr, pieces_ptr, out_buffer, failures, p_layout, row_layout)  # fmt: skip
     if warpgroup == 0:
         take_turn(warpgroup)
-    keep_apart(warpgroup)
     if p.FLAT:
-        end_tile(p, warpgroup, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, piece, out_desc,
-                 lse_ptr, pieces_ptr, out_buffers.index(warpgroup), failures, p_layout, row_layout)  # fmt: skip
+        end_tile(p, warpgroup, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, piece, out_desc, lse_ptr,
+                 pieces_ptr, out_buffer, failures, p_layout, row_layout)  # fmt: skip
     tma.store_wait(0)
     return q_position, position
 
@@ -465,14 +489,14 @@ def forward_kernel(
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, pieces_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (1, p, out_desc, lse_ptr, pieces_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
+            (compute_role, (0, p, out_desc, lse_ptr, pieces_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
+            (compute_role, (1, p, out_desc, lse_ptr, pieces_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
             (load_loop, (p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures)),
         ], [4, 1], [COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute_loop, (0, p, out_desc, lse_ptr, pieces_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (1, p, out_desc, lse_ptr, pieces_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
-            (compute_loop, (2, p, out_desc, lse_ptr, pieces_ptr, q_rings[2], k_ring, v_ring, out_buffers, failures)),
+            (compute_role, (0, p, out_desc, lse_ptr, pieces_ptr, q_rings[0], k_ring, v_ring, out_buffers, failures)),
+            (compute_role, (1, p, out_desc, lse_ptr, pieces_ptr, q_rings[1], k_ring, v_ring, out_buffers, failures)),
+            (compute_role, (2, p, out_desc, lse_ptr, pieces_ptr, q_rings[2], k_ring, v_ring, out_buffers, failures)),
             (load_loop, (p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, failures)),
         ], [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, LOAD_REGISTERS])  # fmt: skip

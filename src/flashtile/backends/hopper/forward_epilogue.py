@@ -28,7 +28,7 @@ def store_tile(p, o, lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_l
 
 
 @gluon.jit
-def store_piece(p, warpgroup: gl.constexpr, o, lse, inverse, piece, pieces_ptr, row_layout: gl.constexpr):
+def store_piece(p, warpgroup, o, lse, inverse, piece, pieces_ptr, row_layout: gl.constexpr):
     """The same of a piece of a tile, for `merge_kernel`, in float32: O (rows, Dv), L (rows,) and what O is to be
     multiplied by (rows,); multiplied for both ways out at once, it would be spilled."""
     ROWS: gl.constexpr = p.WARPGROUPS * p.TILE_M
@@ -43,17 +43,17 @@ def store_piece(p, warpgroup: gl.constexpr, o, lse, inverse, piece, pieces_ptr, 
 
 @gluon.jit
 def finish(
-    p, warpgroup: gl.constexpr, o, m, l, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr, out_buffer, failures,
+    p, warpgroup, o, m, l, batch, head, row, piece, out_desc, lse_ptr, pieces_ptr, out_buffer, failures,
     row_layout: gl.constexpr,
 ):  # fmt: skip
     """Lines 12 to 15: O / l and L = m + log l of a tile, or of a piece of it, stored; rows that see no key give 0 and
     -inf."""
     l_row = gl.convert_layout(gl.sum(l, axis=1), row_layout)
     if p.STEADY:
-        size = gl.convert_layout(gl.sum(gl.abs(o[0]), axis=1), row_layout)  # not finite, where a number of O is not
+        total = gl.convert_layout(gl.sum(o[0], axis=1), row_layout)  # not finite, where a number of O is not
         for part in gl.static_range(1, len(o)):
-            size += gl.convert_layout(gl.sum(gl.abs(o[part]), axis=1), row_layout)
-        fine = (l_row >= LEAST) & (l_row <= MOST) & (size < float("inf"))
+            total += gl.convert_layout(gl.sum(o[part], axis=1), row_layout)
+        fine = (l_row >= LEAST) & (l_row <= MOST) & (gl.abs(total) < float("inf"))
         failed = (fine | (m == float("-inf"))) ^ True
         failures.store(failures.load(row_layout) | failed.to(gl.int32))
     empty = l_row == 0.0
