@@ -326,6 +326,15 @@ def _stub(*_: Any, **__: Any) -> SimpleNamespace:
     return SimpleNamespace()
 
 
+class SharedLayout:
+    """Of which nothing is known."""
+
+    get_default_for = staticmethod(_stub)
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
 class Language:
     """gluon.language, as far as the kernels use it."""
 
@@ -340,7 +349,7 @@ class Language:
     inline_asm_elementwise = staticmethod(inline_asm)
     SliceLayout = NVMMADistributedLayout = DotOperandLayout = staticmethod(_stub)
     BlockedLayout = SwizzledSharedLayout = staticmethod(_stub)
-    NVMMASharedLayout = SimpleNamespace(get_default_for=_stub)
+    NVMMASharedLayout = SharedLayout
     pointer_type = staticmethod(identity)
     num_warps = staticmethod(lambda: 4)
     program_id = staticmethod(lambda _axis: HERE.program.id)

@@ -73,7 +73,7 @@ class Pointer:
 class Shared:
     """Shared memory, seen through a view."""
 
-    layout = None
+    layout = SimpleNamespace(swizzle_byte_width=None, element_bitwidth=None)
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
@@ -100,7 +100,8 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared | Pairs:
         if dtype == self.dtype and shape[-1] == 2 * self.shape[-1]:
-            return Pairs(self)
+            buffers = 2 * shape[0]
+            return Pairs(self.slice(0, buffers).reshape([buffers, *shape[1:-1], self.shape[-1]]))
         return Shared(self.view.view(dtype).flatten()[: math.prod(shape)].view(shape))
 
     def load(self, _layout: Any) -> Registers:
@@ -143,10 +144,6 @@ class Pair:
 
     def permute(self, order: tuple[int, ...]) -> Pair:
         return Pair(self.low, self.high, order)
-
-    def reshape(self, shape: list[int]) -> Pair:
-        narrow = [*shape[:-1], shape[-1] // 2]
-        return Pair(self.low.reshape(narrow), self.high.reshape(narrow))
 
     def load(self, _layout: Any) -> Registers:
         return registers(self.view)

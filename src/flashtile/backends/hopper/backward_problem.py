@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import load_parts, load_slot
 from .compat import aggregate, load_async, store_async
-from .tile import columns, matrix, parts_of, store_matrix, tanh, width_of
+from .tile import columns, parts_of, store_matrix, tanh, width_of
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 QUERIES = gl.constexpr(64)  # of one part of a step
@@ -166,7 +166,7 @@ def store_slot(desc, ring, position, sums, scale, batch, row, head):
     """dQ, dK or dV of a warpgroup, by way of a slot of its shape whose contents nobody reads any more."""
     WIDTH: gl.constexpr = desc.block_shape[3]
     for part in gl.static_range(len(sums)):
-        matrix(ring.buffer(position, part)).store((sums[part] * scale).to(desc.dtype))
+        ring.matrix(position, part).store((sums[part] * scale).to(desc.dtype))
     fence_async_shared()
     for part in gl.static_range(len(sums)):
         store_async(desc, [batch, row, head, part * WIDTH], ring.buffer(position, part))

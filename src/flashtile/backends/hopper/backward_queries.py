@@ -24,7 +24,6 @@ from .forward_problem import Problem, in_order, mask, middle_blocks, scores_prod
 from .tile import (
     add_product,
     exp2_of_fma,
-    matrix,
     no_sums,
     pack,
     parts_of,
@@ -104,7 +103,7 @@ def begin_product(p, rows_ring, q_position, keys_ring, position, s_layout: gl.co
     """Line 10 or 13: issues S = Q K^T or dP = dO V^T of a block."""
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     only = anew(gl.to_tensor(0)).to(gl.int32)  # the slot; of a known one addresses are kept over the loop, and spilled
-    rows = matrix(rows_ring.buffers.index(only))
+    rows = rows_ring.matrices(rows_ring.buffers.shape[4]).index(only)
     return scores_product(p, rows, rows_ring, q_position, keys_ring, position, zero)
 
 

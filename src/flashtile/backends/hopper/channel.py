@@ -11,6 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .compat import aggregate, load_async, seen_as
 
 
+@gluon.constexpr_function
+def of_matrix(layout):
+    """The layout of a buffer that is seen as a matrix."""
+    return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, 2)
+
+
 @aggregate
 class Ring:
     """`depth` slots of `parts` buffers each; a slot is full when its loads are done, empty when all readers say so.
@@ -63,15 +69,33 @@ class Ring:
         mbarrier.arrive(self.empty.index(self.slot(position)), pred=pred)
 
     @gluon.jit
-    def buffer(self, position, part: gl.constexpr):
-        """Buffer `part` of a slot, as it is loaded: (1, rows, 1, D)."""
+    def place(self, position, part: gl.constexpr):
+        """Which of all buffers is buffer `part` of a slot."""
         if self.width == self.buffers.shape[-1]:
             at = self.slot(position) * self.parts + part
         elif part % 3 < 2:
             at = 2 * self.three(position, part) + part % 3
         else:
             at = self.buffers.shape[0] // 3 * 2 + self.three(position, part)
-        return self.buffers.index(at)
+        return at
+
+    @gluon.jit
+    def buffer(self, position, part: gl.constexpr):
+        """Buffer `part` of a slot, as it is loaded: (1, rows, 1, D)."""
+        return self.buffers.index(self.place(position, part))
+
+    @gluon.jit
+    def matrices(self, WIDTH: gl.constexpr):
+        """All buffers as matrices (rows, WIDTH), of D columns or, the pairs, 2 D. Seen so at once, and not one by one,
+        as each view costs triton 3.9 up to 10 ms to compile."""
+        x = self.buffers
+        count: gl.constexpr = x.shape[0] * x.shape[4] // WIDTH
+        return seen_as(x, x.dtype, [count, x.shape[2] * x.shape[3], WIDTH], of_matrix(x.layout))
+
+    @gluon.jit
+    def matrix(self, position, part: gl.constexpr):
+        """Buffer `part` of a slot: (rows, D)."""
+        return self.matrices(self.buffers.shape[4]).index(self.place(position, part))
 
     @gluon.jit
     def three(self, position, part: gl.constexpr):
@@ -80,10 +104,8 @@ class Ring:
 
     @gluon.jit
     def pair(self, position, part: gl.constexpr):
-        """The pair that begins with buffer `part` of a slot: (1, rows, 1, 2 D)."""
-        x = self.buffers
-        pairs = seen_as(x, x.dtype, [x.shape[0] // 2, 1, x.shape[2], x.shape[3], self.width], x.layout)
-        return pairs.index(self.three(position, part))
+        """The pair that begins with buffer `part` of a slot: (rows, 2 D)."""
+        return self.matrices(self.width).index(self.three(position, part))
 
     @gluon.jit
     def first(self):

@@ -30,7 +30,6 @@ from .tile import (
     exp2_of_fma,
     halves,
     keep_apart,
-    matrix,
     meet,
     no_sums,
     pack,
@@ -400,7 +399,7 @@ def compute_walk(
             position += unseen
         row_new = p.first_query(m_block, warpgroup)
         q_ring.await_full(q_position)
-        q = matrix(q_ring.buffer(q_position, 0))
+        q = q_ring.matrix(q_position, 0)
         if p.Q_KEPT > 0:
             q = columns(q_ring, q_position, 0, p.Q_KEPT).load(gl.DotOperandLayout(0, s_layout, 2))
             if all_kept(p, q_ring):

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from .channel import anew
 from .compat import aggregate
-from .tile import columns, parts_of, width_of
+from .tile import columns, parts_of, section, width_of
 
 TAIL = gl.constexpr(16)  # keys that one wgmma of O += P V sums over, the fewest that it can be computed for
 PIECE_BITS = gl.constexpr(21)  # of each of the three numbers of a piece of a tile
@@ -226,6 +226,6 @@ def scores_product(p, q, q_ring, q_position, k_ring, position, s):
             q_position, position = anew(q_position), anew(position)
             if part * WIDTH >= p.Q_KEPT:
                 q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))
-        k = columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM)).slice(0, KEYS)
+        k = section(columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM)), 0, KEYS, 0)
         s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=part > 0, is_async=True)
     return s
