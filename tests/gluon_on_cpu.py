@@ -327,12 +327,12 @@ def _stub(*_: Any, **__: Any) -> SimpleNamespace:
 
 
 class SharedLayout:
-    """Of which nothing is known."""
+    """How a matrix lies in shared memory, of which only this matters."""
 
     get_default_for = staticmethod(_stub)
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, _swizzle: Any, _bits: Any, _rank: int, transposed: bool) -> None:
+        self.transposed = transposed
 
 
 class Language:

@@ -73,7 +73,7 @@ class Pointer:
 class Shared:
     """Shared memory, seen through a view."""
 
-    layout = SimpleNamespace(swizzle_byte_width=None, element_bitwidth=None)
+    layout = SimpleNamespace(swizzle_byte_width=None, element_bitwidth=None, transposed=False)
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
@@ -98,7 +98,10 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.view.view(shape))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared | Pairs:
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Pairs:
+        if getattr(layout, "transposed", False):
+            count, width, rows = shape
+            return self._reinterpret(dtype, [count, rows, width], self.layout).permute((0, 2, 1))
         if dtype == self.dtype and shape[-1] == 2 * self.shape[-1]:
             buffers = 2 * shape[0]
             return Pairs(self.slice(0, buffers).reshape([buffers, *shape[1:-1], self.shape[-1]]))
@@ -114,23 +117,25 @@ class Shared:
 class Pairs:
     """An array of buffers, two and two of which are one, twice as wide."""
 
-    def __init__(self, buffers: Shared) -> None:
-        self.buffers = buffers
+    def __init__(self, buffers: Shared, order: tuple[int, ...] = (0, 1)) -> None:
+        self.buffers, self.order = buffers, order
+
+    def permute(self, order: tuple[int, ...]) -> Pairs:
+        return Pairs(self.buffers, tuple(axis - 1 for axis in order[1:]))
 
     def index(self, i: int) -> Pair:
-        return Pair(self.buffers.index(2 * i), self.buffers.index(2 * i + 1))
+        return Pair(self.buffers.index(2 * i), self.buffers.index(2 * i + 1), self.order)
 
 
 class Pair:
     """Two buffers that are read as the columns of the one, then of the other."""
 
-    def __init__(self, low: Shared, high: Shared, order: tuple[int, ...] | None = None) -> None:
+    def __init__(self, low: Shared, high: Shared, order: tuple[int, ...] = (0, 1)) -> None:
         self.low, self.high, self.order = low, high, order
 
     @property
     def view(self) -> torch.Tensor:
-        both = torch.cat((self.low.view, self.high.view), -1)
-        return both if self.order is None else both.permute(self.order)
+        return torch.cat((self.low.view, self.high.view), -1).permute(self.order)
 
     @property
     def shape(self) -> list[int]:

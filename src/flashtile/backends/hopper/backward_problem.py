@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import load_parts, load_slot
 from .compat import aggregate, load_async, store_async
-from .tile import columns, parts_of, store_matrix, tanh, width_of
+from .tile import columns, parts_of, section, store_matrix, tanh, width_of
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 QUERIES = gl.constexpr(64)  # of one part of a step
@@ -215,9 +215,9 @@ def over_parts(
             keys = kept[dims]
         else:
             keys = columns(keys_ring, tile, block * DIM + dims * WIDTH, width_of(dims, WIDTH, DIM))
-        queries = columns(queries_ring, position, dims * WIDTH, width_of(dims, WIDTH, DIM))
-        queries = queries.slice(part * QUERIES, QUERIES)
-        start = warpgroup_mma(keys, queries.permute((1, 0)), start, use_acc=use_acc or dims > 0, is_async=True)
+        queries = columns(queries_ring, position, dims * WIDTH, width_of(dims, WIDTH, DIM), True)
+        queries = section(queries, part * QUERIES, QUERIES, 1)
+        start = warpgroup_mma(keys, queries, start, use_acc=use_acc or dims > 0, is_async=True)
     return start
 
 

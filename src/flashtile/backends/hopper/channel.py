@@ -12,9 +12,9 @@ from .compat import aggregate, load_async, seen_as
 
 
 @gluon.constexpr_function
-def of_matrix(layout):
+def of_matrix(layout, transposed):
     """The layout of a buffer that is seen as a matrix."""
-    return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, 2)
+    return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, 2, transposed)
 
 
 @aggregate
@@ -85,17 +85,19 @@ class Ring:
         return self.buffers.index(self.place(position, part))
 
     @gluon.jit
-    def matrices(self, WIDTH: gl.constexpr):
-        """All buffers as matrices (rows, WIDTH), of D columns or, the pairs, 2 D. Seen so at once, and not one by one,
-        as each view costs triton 3.9 up to 10 ms to compile."""
+    def matrices(self, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr = False):
+        """All buffers as matrices (rows, WIDTH), of D columns or, the pairs, 2 D; or transposed. Seen so at once, and
+        not one by one, as each view costs triton 3.9 up to 10 ms to compile."""
         x = self.buffers
         count: gl.constexpr = x.shape[0] * x.shape[4] // WIDTH
-        return seen_as(x, x.dtype, [count, x.shape[2] * x.shape[3], WIDTH], of_matrix(x.layout))
+        rows: gl.constexpr = x.shape[2] * x.shape[3]
+        layout: gl.constexpr = of_matrix(x.layout, TRANSPOSED)
+        return seen_as(x, x.dtype, [count, WIDTH, rows] if TRANSPOSED else [count, rows, WIDTH], layout)
 
     @gluon.jit
-    def matrix(self, position, part: gl.constexpr):
-        """Buffer `part` of a slot: (rows, D)."""
-        return self.matrices(self.buffers.shape[4]).index(self.place(position, part))
+    def matrix(self, position, part: gl.constexpr, TRANSPOSED: gl.constexpr = False):
+        """Buffer `part` of a slot: (rows, D), or transposed."""
+        return self.matrices(self.buffers.shape[4], TRANSPOSED).index(self.place(position, part))
 
     @gluon.jit
     def three(self, position, part: gl.constexpr):
@@ -103,9 +105,9 @@ class Ring:
         return self.slot(position) * (self.parts // 3) + part // 3
 
     @gluon.jit
-    def pair(self, position, part: gl.constexpr):
-        """The pair that begins with buffer `part` of a slot: (rows, 2 D)."""
-        return self.matrices(self.width).index(self.three(position, part))
+    def pair(self, position, part: gl.constexpr, TRANSPOSED: gl.constexpr = False):
+        """The pair that begins with buffer `part` of a slot: (rows, 2 D), or transposed."""
+        return self.matrices(self.width, TRANSPOSED).index(self.three(position, part))
 
     @gluon.jit
     def first(self):

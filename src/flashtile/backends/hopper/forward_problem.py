@@ -226,6 +226,6 @@ def scores_product(p, q, q_ring, q_position, k_ring, position, s):
             q_position, position = anew(q_position), anew(position)
             if part * WIDTH >= p.Q_KEPT:
                 q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))
-        k = section(columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM)), 0, KEYS, 0)
-        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=part > 0, is_async=True)
+        k = section(columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM), True), 0, KEYS, 1)
+        s = warpgroup_mma(q, k, s, use_acc=part > 0, is_async=True)
     return s

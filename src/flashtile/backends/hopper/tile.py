@@ -91,11 +91,12 @@ def whole(low, high):
 
 
 @gluon.jit
-def columns(ring, position, first: gl.constexpr, WIDTH: gl.constexpr):
-    """(rows, WIDTH): columns of a slot, from the first on: of one buffer, or a pair."""
+def columns(ring, position, first: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr = False):
+    """(rows, WIDTH), or transposed: columns of a slot, from the first on: of one buffer, or a pair."""
     HERE: gl.constexpr = ring.buffers.shape[-1]
-    x = ring.pair(position, first // HERE) if WIDTH > HERE else ring.matrix(position, first // HERE)
-    return section(x, first % HERE, WIDTH, 1)
+    PART: gl.constexpr = first // HERE
+    x = ring.pair(position, PART, TRANSPOSED) if WIDTH > HERE else ring.matrix(position, PART, TRANSPOSED)
+    return section(x, first % HERE, WIDTH, 0 if TRANSPOSED else 1)
 
 
 @gluon.constexpr_function
