@@ -1,4 +1,5 @@
-"""What differs between the Gluon of Triton 3.6 and of later releases, under one name each."""
+"""What differs between the Gluon of Triton 3.6 and of later releases, under one name each, and what none of them has a
+name for."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
