@@ -147,8 +147,5 @@ class Pair:
             return self
         return Pair(self.low.slice(start, length), self.high.slice(start, length))
 
-    def permute(self, order: tuple[int, ...]) -> Pair:
-        return Pair(self.low, self.high, order)
-
     def load(self, _layout: Any) -> Registers:
         return registers(self.view)

@@ -87,7 +87,7 @@ class Ring:
     @gluon.jit
     def matrices(self, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr = False):
         """All buffers as matrices (rows, WIDTH), of D columns or, the pairs, 2 D; or transposed. Seen so at once, and
-        not one by one, as each view costs triton 3.9 up to 10 ms to compile."""
+        not one by one, as each view costs triton 3.9 time to compile."""
         x = self.buffers
         count: gl.constexpr = x.shape[0] * x.shape[4] // WIDTH
         rows: gl.constexpr = x.shape[2] * x.shape[3]

@@ -342,9 +342,7 @@ def compute_role(
 
 
 @gluon.jit
-def compute_loop(
-    warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffer, failures, mine
-):  # fmt: skip
+def compute_loop(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffer, failures, mine):
     """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
     q_position = q_ring.first()
     position = k_ring.first()

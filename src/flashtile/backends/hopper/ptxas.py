@@ -40,8 +40,8 @@ def earlier_ptxas(options: dict[str, Any], pays: bool = True) -> Iterator[dict[s
 
 @contextlib.contextmanager
 def _without_line_numbers() -> Iterator[None]:
-    """Within, Triton does not carry a kernel's lines along for profilers, which is 5 % of the time to compile one, if
-    the environment says nothing of them."""
+    """Within, Triton does not carry a kernel's lines along for profilers, which is 3 to 5 % of the time to compile
+    one, if the environment says nothing of them."""
     compilation = triton.knobs.compilation
     with compilation.scope():
         if not env.names_line_info():

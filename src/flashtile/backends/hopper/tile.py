@@ -57,7 +57,7 @@ def matrix(buffer):
 @gluon.jit
 def section(x, first: gl.constexpr, length: gl.constexpr, dim: gl.constexpr):
     """So many rows or columns of a matrix in shared memory; of all no view of its own, of which each costs triton 3.9
-    up to 10 ms to compile."""
+    time to compile."""
     return x if length == x.shape[dim] else x.slice(first, length, dim=dim)
 
 
