@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_values import Number, Pair, Pointer, Shared, registers
+from gluon_values import Matrices, Matrix, Number, Pointer, Shared, registers
 
 import flashtile.backends.hopper
 
@@ -91,7 +91,8 @@ class Descriptor:
     """A TMA descriptor: boxes of a tensor, zero outside, and not written there."""
 
     def __init__(self, tensor: torch.Tensor, box: list[int]) -> None:
-        self.tensor, self.block_shape, self.dtype, self.layout = tensor, box, tensor.dtype, None
+        self.tensor, self.block_shape, self.dtype = tensor, box, tensor.dtype
+        self.layout = SharedLayout(min(box[-1], 64), None, len(box), False)
         nbytes = tensor.element_size()
         for n in box:
             nbytes *= n
@@ -117,19 +118,19 @@ def in_a_moment(work: Any) -> None:
     threading.Thread(target=later, daemon=True).start()
 
 
-def load_async(descriptor: Descriptor, coordinates: list[Any], barrier: Barrier, buffer: Shared) -> None:
+def load_async(descriptor: Descriptor, coordinates: list[Any], barrier: Barrier, buffer: Shared | Matrix) -> None:
     outer, inner = descriptor.corner(coordinates)
 
     def copy() -> None:
         box = torch.zeros(descriptor.block_shape, dtype=descriptor.dtype)
         box[inner] = descriptor.tensor[outer]
-        buffer.view.copy_(box)
+        buffer.store(box)
         barrier.arrive(0, -descriptor.block_type.nbytes)
 
     in_a_moment(copy)
 
 
-def store_async(descriptor: Descriptor, coordinates: list[Any], buffer: Shared, add: bool = False) -> None:
+def store_async(descriptor: Descriptor, coordinates: list[Any], buffer: Shared | Matrix, add: bool = False) -> None:
     outer, inner = descriptor.corner(coordinates)
     store = SimpleNamespace(read=False, done=False)
     HERE.stores.append(store)
@@ -156,7 +157,7 @@ def store_wait(pending: int) -> None:
 class Product:
     """A product in flight. Until it is waited for nobody may look at it."""
 
-    def __init__(self, a: Any, b: Shared | Pair, acc: Any, use_acc: Any) -> None:
+    def __init__(self, a: Any, b: Shared | Matrix, acc: Any, use_acc: Any) -> None:
         self.a, self.b, self.acc, self.use_acc, self.value = a, b, acc, bool(use_acc), None
         self.shape = acc.shape
         self.type = SimpleNamespace(layout=None)
@@ -166,7 +167,7 @@ class Product:
             self.operands = None
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        a = self.a.view if isinstance(self.a, Shared | Pair) else self.a
+        a = self.a.view if isinstance(self.a, Shared | Matrix) else self.a
         return a.float().clone(), self.b.view.float().clone()
 
     def finish(self) -> None:
@@ -176,7 +177,7 @@ class Product:
             self.value = self.value + (self.acc.value if isinstance(self.acc, Product) else self.acc)
 
 
-def warpgroup_mma(a: Any, b: Shared | Pair, acc: Any, *, use_acc: Any = True, is_async: bool = False) -> Product:
+def warpgroup_mma(a: Any, b: Shared | Matrix, acc: Any, *, use_acc: Any = True, is_async: bool = False) -> Product:
     assert is_async
     product = Product(a, b, acc, use_acc)
     HERE.products.append(product)
@@ -252,6 +253,11 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
 def allocate_shared(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
         return Barriers(shape[0])
+    if getattr(layout, "rank", None) == 2 and len(shape) == 3:
+        rows, columns = shape[1:][::-1] if layout.transposed else shape[1:]
+        strips = shape[0] * columns // layout.swizzle_byte_width
+        x = torch.full((strips, rows, layout.swizzle_byte_width), float("nan"))
+        return Matrices(x.to(dtype), shape, layout.transposed)
     return Shared(torch.full([int(n) for n in shape], float("nan")).to(dtype))
 
 
@@ -327,12 +333,13 @@ def _stub(*_: Any, **__: Any) -> SimpleNamespace:
 
 
 class SharedLayout:
-    """How a matrix lies in shared memory, of which only this matters."""
+    """How matrices lie in shared memory. The swizzle is as wide as it says in columns, whatever their dtype."""
 
     get_default_for = staticmethod(_stub)
+    element_bitwidth = None
 
-    def __init__(self, _swizzle: Any, _bits: Any, _rank: int, transposed: bool) -> None:
-        self.transposed = transposed
+    def __init__(self, swizzle_byte_width: int, _bits: Any, rank: int, transposed: bool) -> None:
+        self.swizzle_byte_width, self.rank, self.transposed = swizzle_byte_width, rank, transposed
 
 
 class Language:

@@ -73,8 +73,6 @@ class Pointer:
 class Shared:
     """Shared memory, seen through a view."""
 
-    layout = SimpleNamespace(swizzle_byte_width=None, element_bitwidth=None, transposed=False)
-
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
 
@@ -85,6 +83,8 @@ class Shared:
     @property
     def dtype(self) -> torch.dtype:
         return self.view.dtype
+
+    layout = None
 
     def index(self, i: int) -> Shared:
         return Shared(self.view[int(i)])
@@ -98,14 +98,9 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.view.view(shape))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Pairs:
-        if getattr(layout, "transposed", False):
-            count, width, rows = shape
-            return self._reinterpret(dtype, [count, rows, width], self.layout).permute((0, 2, 1))
-        if dtype == self.dtype and shape[-1] == 2 * self.shape[-1]:
-            buffers = 2 * shape[0]
-            return Pairs(self.slice(0, buffers).reshape([buffers, *shape[1:-1], self.shape[-1]]))
-        return Shared(self.view.view(dtype).flatten()[: math.prod(shape)].view(shape))
+    @staticmethod
+    def _reinterpret(memory: Matrices | Matrix, dtype: torch.dtype, shape: list[int], layout: Any) -> Matrices | Shared:
+        return memory.seen_as(dtype, shape, layout)
 
     def load(self, _layout: Any) -> Registers:
         return registers(self.view.clone())
@@ -114,38 +109,52 @@ class Shared:
         self.view.copy_(x)
 
 
-class Pairs:
-    """An array of buffers, two and two of which are one, twice as wide."""
+class Matrices:
+    """Shared memory as matrices, or as boxes that hold one each. Behind all rows of the first so many columns, which is
+    the width of the swizzle, lie those of the next: `strips` is (strips, rows, columns)."""
 
-    def __init__(self, buffers: Shared, order: tuple[int, ...] = (0, 1)) -> None:
-        self.buffers, self.order = buffers, order
+    def __init__(self, strips: torch.Tensor, shape: list[int], transposed: bool) -> None:
+        self.strips, self.shape, self.transposed, self.dtype = strips, shape, transposed, strips.dtype
+        self.each = strips.shape[0] // shape[0]  # strips of a matrix
 
-    def permute(self, order: tuple[int, ...]) -> Pairs:
-        return Pairs(self.buffers, tuple(axis - 1 for axis in order[1:]))
+    def index(self, i: int) -> Matrix:
+        return Matrix(self.strips[int(i) * self.each :][: self.each], self.shape[1:], self.transposed)
 
-    def index(self, i: int) -> Pair:
-        return Pair(self.buffers.index(2 * i), self.buffers.index(2 * i + 1), self.order)
+    def seen_as(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Matrices:
+        assert dtype == self.dtype
+        return Matrices(self.strips[: math.prod(shape) // self.strips[0].numel()], shape, layout.transposed)
 
 
-class Pair:
-    """Two buffers that are read as the columns of the one, then of the other."""
+class Matrix:
+    """One of them."""
 
-    def __init__(self, low: Shared, high: Shared, order: tuple[int, ...] = (0, 1)) -> None:
-        self.low, self.high, self.order = low, high, order
+    def __init__(self, strips: torch.Tensor, shape: list[int], transposed: bool) -> None:
+        self.strips, self.shape, self.transposed, self.dtype = strips, list(shape), transposed, strips.dtype
 
     @property
     def view(self) -> torch.Tensor:
-        return torch.cat((self.low.view, self.high.view), -1).permute(self.order)
+        x = torch.cat(tuple(self.strips), -1)
+        return x.T if self.transposed else x.view(self.shape)
 
-    @property
-    def shape(self) -> list[int]:
-        return list(self.view.shape)
+    def slice(self, start: int, length: int, dim: int = 0) -> Matrix:
+        shape = [length if axis == dim else n for axis, n in enumerate(self.shape)]
+        if dim == (1 if self.transposed else 0):
+            strips = self.strips[:, start : start + length]
+        elif len(self.strips) == 1:
+            strips = self.strips[:, :, start : start + length]
+        else:
+            columns = self.strips.shape[-1]
+            assert start % columns == length % columns == 0, "a part of a strip"
+            strips = self.strips[start // columns :][: length // columns]
+        return Matrix(strips, shape, self.transposed)
 
-    def slice(self, start: int, length: int, dim: int = 0) -> Pair:
-        if dim == 1:
-            assert (start, length) == (0, self.shape[1]), "a part of a pair"
-            return self
-        return Pair(self.low.slice(start, length), self.high.slice(start, length))
+    def seen_as(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
+        return Shared(self.strips.view(dtype).flatten()[: math.prod(shape)].view(shape))
 
     def load(self, _layout: Any) -> Registers:
         return registers(self.view)
+
+    def store(self, x: torch.Tensor) -> None:
+        strips, rows, columns = self.strips.shape
+        assert not self.transposed
+        self.strips.copy_(x.reshape(rows, strips, columns).movedim(1, 0))

@@ -49,7 +49,7 @@ from .backward_problem import (
 from .backward_sums import add_loop, first_dq_part, make_dq_rings, put_dq
 from .channel import anew, make_ring, ring_of
 from .compat import seen_as
-from .tile import add_product, columns, no_sums, pass_turn, store_rows, take_turn, wait_for, zeros
+from .tile import add_product, no_sums, pass_turn, store_rows, take_turn, wait_for, zeros
 
 
 @gluon.jit
@@ -62,12 +62,12 @@ def ds_part(ring, position, warpgroup: gl.constexpr, part: gl.constexpr):
 def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero, first: gl.constexpr):
     """Line 15: issues this warpgroup's share of dQ = dS K, over all keys of a tile: its columns, from the first on."""
     WIDTH: gl.constexpr = zero.shape[1]
-    DIM: gl.constexpr = k_ring.buffers.shape[-1] * k_ring.parts // WARPGROUPS
+    DIM: gl.constexpr = k_ring.box[-1] * k_ring.parts // WARPGROUPS
     PART: gl.constexpr = warpgroup % p.PARTS
     dq = zero
     for of in gl.static_range(WARPGROUPS):
         ds = ds_part(ds_ring, position, of, PART).permute((1, 0))
-        k = columns(k_ring, tile, of * DIM + first, WIDTH)
+        k = k_ring.columns(tile, of * DIM + first, WIDTH)
         dq = warpgroup_mma(ds, k, dq, use_acc=of > 0, is_async=True)
     return dq
 
@@ -103,7 +103,7 @@ def store_keys(p, warpgroup: gl.constexpr, dk_desc, dv_desc, dk, dv, entry, dq_r
 @gluon.jit
 def keys_buffer(dq_ring, desc):
     """The buffer of dQ as one of keys."""
-    return seen_as(dq_ring.buffers.index(0), desc.dtype, desc.block_shape, desc.layout)
+    return seen_as(dq_ring.memory.index(0), desc.dtype, desc.block_shape, desc.layout)
 
 
 @gluon.jit
@@ -117,7 +117,7 @@ def probabilities_and_ds(
     probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
     if to_mask:
         probs = mask(p, probs, entry, warpgroup * KEYS, row + part * QUERIES)
-    DTYPE: gl.constexpr = dout_ring.buffers.dtype
+    DTYPE: gl.constexpr = dout_ring.memory.dtype
     if p.PARTS == 2:
         left = gl.convert_layout(probs.to(DTYPE), p_layout)
         dv = add_product(dv, left, dout_ring, position, has, part * QUERIES)
@@ -157,7 +157,7 @@ def step_of_diagonal(
     q_ring.await_full(position)
     dout_ring.await_full(position)
     ds_ring.await_empty(position)
-    ds_part(ds_ring, position, warpgroup, 0).store(gl.zeros([KEYS, QUERIES], q_ring.buffers.dtype, s_layout))
+    ds_part(ds_ring, position, warpgroup, 0).store(gl.zeros([KEYS, QUERIES], q_ring.memory.dtype, s_layout))
     if LAST > 0:
         s = begin_scores(p, warpgroup, LAST, position, k, anew(tile), q_ring, k_ring, shifts, s_layout)
         dp = begin_dp(p, warpgroup, LAST, position, v, anew(tile), dout_ring, v_ring, s_layout)
@@ -191,7 +191,7 @@ def compute_loop(
     dQ of a step is computed in the next, also across tiles: by then the other warpgroup, which is about half a step
     apart, has its dS.
     """
-    DIM: gl.constexpr = q_ring.buffers.shape[-1] * q_ring.parts
+    DIM: gl.constexpr = q_ring.box[-1] * q_ring.parts
     WIDTH: gl.constexpr = dk_desc.block_shape[3]
     DQ_WIDTH: gl.constexpr = DIM // DQ_PARTS  # of a part
     FIRST_PART: gl.constexpr = first_dq_part(warpgroup, DQ_PARTS)
@@ -317,11 +317,11 @@ def backward_kernel(
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip
-    PAIRS: gl.constexpr = PARTS == 3
-    q_ring = make_ring(q_desc, STAGES, PARTS, WARPGROUPS, PAIRS)
-    dout_ring = make_ring(dout_desc, STAGES, PARTS_V, WARPGROUPS, PAIRS)
-    k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS * PARTS, WARPGROUPS, PAIRS)
-    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS * PARTS_V, WARPGROUPS, PAIRS)
+    PAIR: gl.constexpr = 2 * k_desc.block_shape[3] if PARTS == 3 else 0
+    q_ring = make_ring(q_desc, STAGES, PARTS, WARPGROUPS, PAIR)
+    dout_ring = make_ring(dout_desc, STAGES, PARTS_V, WARPGROUPS, PAIR)
+    k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS * PARTS, WARPGROUPS, PAIR)
+    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS * PARTS_V, WARPGROUPS, PAIR)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)

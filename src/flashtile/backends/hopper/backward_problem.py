@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from .channel import load_parts, load_slot
+from .channel import load_parts, load_slot, section
 from .compat import aggregate, load_async, store_async
-from .tile import columns, parts_of, section, store_matrix, tanh, width_of
+from .tile import parts_of, store_matrix, tanh, width_of
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 QUERIES = gl.constexpr(64)  # of one part of a step
@@ -166,7 +166,7 @@ def store_slot(desc, ring, position, sums, scale, batch, row, head):
     """dQ, dK or dV of a warpgroup, by way of a slot of its shape whose contents nobody reads any more."""
     WIDTH: gl.constexpr = desc.block_shape[3]
     for part in gl.static_range(len(sums)):
-        ring.matrix(position, part).store((sums[part] * scale).to(desc.dtype))
+        ring.columns(position, part * WIDTH, WIDTH).store((sums[part] * scale).to(desc.dtype))
     fence_async_shared()
     for part in gl.static_range(len(sums)):
         store_async(desc, [batch, row, head, part * WIDTH], ring.buffer(position, part))
@@ -196,7 +196,7 @@ def keep(kept, ring, tile, block: gl.constexpr, DIM: gl.constexpr, KEPT: gl.cons
     wide as the ring's: a step then reads less of shared memory."""
     WIDTH: gl.constexpr = min(KEPT, ring.width)
     for part in gl.static_range(parts_of(ring.width, KEPT)):
-        keys = columns(ring, tile, block * DIM + part * WIDTH, WIDTH)
+        keys = ring.columns(tile, block * DIM + part * WIDTH, WIDTH)
         kept = kept + (keys.load(gl.DotOperandLayout(0, layout, 2)),)
     return kept
 
@@ -209,13 +209,13 @@ def over_parts(
     """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims, the
     first of them from registers (`keep`)."""
     WIDTH: gl.constexpr = kept[0].shape[1] if len(kept) > 0 else queries_ring.width
-    DIM: gl.constexpr = queries_ring.buffers.shape[-1] * queries_ring.parts
+    DIM: gl.constexpr = queries_ring.box[-1] * queries_ring.parts
     for dims in gl.static_range(parts_of(WIDTH, DIM)):
         if dims < len(kept):
             keys = kept[dims]
         else:
-            keys = columns(keys_ring, tile, block * DIM + dims * WIDTH, width_of(dims, WIDTH, DIM))
-        queries = columns(queries_ring, position, dims * WIDTH, width_of(dims, WIDTH, DIM), True)
+            keys = keys_ring.columns(tile, block * DIM + dims * WIDTH, width_of(dims, WIDTH, DIM))
+        queries = queries_ring.columns(position, dims * WIDTH, width_of(dims, WIDTH, DIM), True)
         queries = section(queries, part * QUERIES, QUERIES, 1)
         start = warpgroup_mma(keys, queries, start, use_acc=use_acc or dims > 0, is_async=True)
     return start

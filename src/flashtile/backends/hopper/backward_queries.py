@@ -103,7 +103,7 @@ def begin_product(p, rows_ring, q_position, keys_ring, position, s_layout: gl.co
     """Line 10 or 13: issues S = Q K^T or dP = dO V^T of a block."""
     zero = gl.zeros([p.TILE_M, p.TILE_N], gl.float32, s_layout)
     only = anew(gl.to_tensor(0)).to(gl.int32)  # the slot; of a known one addresses are kept over the loop, and spilled
-    rows = rows_ring.matrices(rows_ring.buffers.shape[4]).index(only)
+    rows = rows_ring.memory.index(only)
     return scores_product(p, rows, rows_ring, q_position, keys_ring, position, zero)
 
 
@@ -119,7 +119,7 @@ def begin_block(
     if TURNS:
         take_turn(warpgroup)
     if ds is not None:
-        dq = add_product(dq, unpack(ds, k_ring.buffers.dtype, p_layout), k_ring, position - 1, True)
+        dq = add_product(dq, unpack(ds, k_ring.memory.dtype, p_layout), k_ring, position - 1, True)
     if warpgroup == 0:
         s = begin_product(p, q_ring, q_position, k_ring, position, s_layout)
     else:
@@ -164,7 +164,7 @@ def end_block(
     ds = probs * (dp + delta[:, None])
     if p.SOFTCAP:
         ds *= 1 - capped * capped
-    return pack(ds, k_ring.buffers.dtype)
+    return pack(ds, k_ring.memory.dtype)
 
 
 @gluon.jit
@@ -190,7 +190,7 @@ def compute_loop(
     DTYPE: gl.constexpr = dq_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
+    DIM: gl.constexpr = k_ring.box[-1] * k_ring.parts
     dq = no_sums(p.TILE_M, k_ring.width, DIM)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
     # dQ leaves by way of dO's slot, if that is as wide, as Q of the next tile is needed first

@@ -4,11 +4,20 @@ A position counts the buffers that went through a ring; it names both the buffer
 that neither appears in a kernel's mathematics. Positions start at `Ring.first()`, so that the one before is valid.
 """
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import aggregate, load_async, seen_as
+
+
+@gluon.jit
+def section(x, first: gl.constexpr, length: gl.constexpr, dim: gl.constexpr):
+    """So many rows or columns of a matrix in shared memory; of all no view of its own, of which each costs triton 3.9
+    time to compile."""
+    return x if length == x.shape[dim] else x.slice(first, length, dim=dim)
 
 
 @gluon.constexpr_function
@@ -17,30 +26,45 @@ def of_matrix(layout, transposed):
     return gl.NVMMASharedLayout(layout.swizzle_byte_width, layout.element_bitwidth, 2, transposed)
 
 
+@gluon.constexpr_function
+def shape_of(count, box, width, transposed):
+    """Of the memory of so many boxes, in matrices of so many columns each, or transposed."""
+    rows = math.prod(box[:-1])
+    count = count * box[-1] // width
+    return [count, width, rows] if transposed else [count, rows, width]
+
+
 @aggregate
 class Ring:
     """`depth` slots of `parts` buffers each; a slot is full when its loads are done, empty when all readers say so.
 
-    In pairs, of every three buffers of a slot the first two are one as well, twice as wide, for products: pairs come
-    first in memory, then all third ones. Buffers that lie one after the other are one as columns past the width of the
-    swizzle, which is a buffer's, lie behind all rows of those before.
+    Products take a buffer as a matrix, or as several, or in pairs, of every three buffers of a slot the first two as
+    one: columns past the width of the swizzle lie behind all rows of those before. Pairs come first in memory, then
+    all third ones. The memory has the shape in which most products take buffers, as each other view of it costs
+    triton 3.9 time to compile.
     """
 
-    buffers: gl.shared_memory_descriptor
+    memory: gl.shared_memory_descriptor  # matrices (rows, so many columns of a buffer), or transposed
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
     parts: gl.constexpr
-    width: gl.constexpr  # columns of a buffer, or of a pair
+    width: gl.constexpr  # columns that products take: some of a buffer, all, or a pair
+    transposed: gl.constexpr
+    box: gl.constexpr  # shape of a buffer as it is loaded: (1, S, heads, D), or (rows, D)
+    layout: gl.constexpr  # of such a buffer
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, depth, parts, width):
-        self.buffers = buffers
+    def __init__(self, memory, full, empty, depth, parts, width, transposed, box, layout):
+        self.memory = memory
         self.full = full
         self.empty = empty
         self.depth = gl.constexpr(depth)
         self.parts = gl.constexpr(parts)
         self.width = gl.constexpr(width)
+        self.transposed = gl.constexpr(transposed)
+        self.box = gl.constexpr(box)
+        self.layout = gl.constexpr(layout)
 
     @gluon.jit
     def slot(self, position):
@@ -69,45 +93,44 @@ class Ring:
         mbarrier.arrive(self.empty.index(self.slot(position)), pred=pred)
 
     @gluon.jit
-    def place(self, position, part: gl.constexpr):
-        """Which of all buffers is buffer `part` of a slot."""
-        if self.width == self.buffers.shape[-1]:
-            at = self.slot(position) * self.parts + part
-        elif part % 3 < 2:
-            at = 2 * self.three(position, part) + part % 3
-        else:
-            at = self.buffers.shape[0] // 3 * 2 + self.three(position, part)
-        return at
-
-    @gluon.jit
-    def buffer(self, position, part: gl.constexpr):
-        """Buffer `part` of a slot, as it is loaded: (1, rows, 1, D)."""
-        return self.buffers.index(self.place(position, part))
-
-    @gluon.jit
-    def matrices(self, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr = False):
-        """All buffers as matrices (rows, WIDTH), of D columns or, the pairs, 2 D; or transposed. Seen so at once, and
-        not one by one, as each view costs triton 3.9 time to compile."""
-        x = self.buffers
-        count: gl.constexpr = x.shape[0] * x.shape[4] // WIDTH
-        rows: gl.constexpr = x.shape[2] * x.shape[3]
-        layout: gl.constexpr = of_matrix(x.layout, TRANSPOSED)
-        return seen_as(x, x.dtype, [count, WIDTH, rows] if TRANSPOSED else [count, rows, WIDTH], layout)
-
-    @gluon.jit
-    def matrix(self, position, part: gl.constexpr, TRANSPOSED: gl.constexpr = False):
-        """Buffer `part` of a slot: (rows, D), or transposed."""
-        return self.matrices(self.buffers.shape[4], TRANSPOSED).index(self.place(position, part))
-
-    @gluon.jit
     def three(self, position, part: gl.constexpr):
         """In which three of all buffers buffer `part` of a slot is."""
         return self.slot(position) * (self.parts // 3) + part // 3
 
     @gluon.jit
-    def pair(self, position, part: gl.constexpr, TRANSPOSED: gl.constexpr = False):
-        """The pair that begins with buffer `part` of a slot: (rows, 2 D), or transposed."""
-        return self.matrices(self.width, TRANSPOSED).index(self.three(position, part))
+    def place(self, position, part: gl.constexpr):
+        """Which of all buffers is buffer `part` of a slot."""
+        if self.width <= self.box[-1]:
+            at = self.slot(position) * self.parts + part
+        elif part % 3 < 2:
+            at = 2 * self.three(position, part) + part % 3
+        else:
+            at = self.depth * self.parts // 3 * 2 + self.three(position, part)
+        return at
+
+    @gluon.jit
+    def buffer(self, position, part: gl.constexpr):
+        """Buffer `part` of a slot, as it is loaded."""
+        x = self.memory
+        if len(self.box) > 2:
+            x = seen_as(x, x.dtype, [self.depth * self.parts] + self.box, self.layout)
+        return x.index(self.place(position, part))
+
+    @gluon.jit
+    def columns(self, position, first: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr = False):
+        """(rows, WIDTH), or transposed: columns of a slot, from the first on: of one buffer, or a pair."""
+        D: gl.constexpr = self.box[-1]
+        if WIDTH > D:
+            EACH: gl.constexpr = self.width
+            at = self.three(position, first // D)
+        else:
+            EACH: gl.constexpr = min(self.width, D)
+            at = self.place(position, first // D) * (D // EACH) + first % D // EACH
+        x = self.memory
+        shape: gl.constexpr = shape_of(self.depth * self.parts, self.box, EACH, TRANSPOSED)
+        if x.shape != shape or TRANSPOSED != self.transposed:
+            x = seen_as(x, x.dtype, shape, of_matrix(self.layout, TRANSPOSED))
+        return section(x.index(at), first % EACH if WIDTH < EACH else 0, WIDTH, 0 if TRANSPOSED else 1)
 
     @gluon.jit
     def first(self):
@@ -141,26 +164,39 @@ def load_slot(desc, ring, position, batch, row, head, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr, PAIRS: gl.constexpr = False):
-    """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups; in pairs, if so."""
-    buffers = gl.allocate_shared_memory(desc.dtype, [depth * parts] + desc.block_shape, desc.layout)
-    return ring_of(buffers, depth, parts, 1, readers, PAIRS)
+def make_ring(
+    desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr,
+    WIDTH: gl.constexpr = 0, TRANSPOSED: gl.constexpr = False,
+):  # fmt: skip
+    """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups, most of the time WIDTH columns at once,
+    a buffer's if that is 0, in pairs if it is twice that; or transposed."""
+    box: gl.constexpr = desc.block_shape
+    width: gl.constexpr = WIDTH if WIDTH > 0 else box[-1]
+    shape: gl.constexpr = shape_of(depth * parts, box, min(width, box[-1]), TRANSPOSED)
+    memory = gl.allocate_shared_memory(desc.dtype, shape, of_matrix(desc.layout, TRANSPOSED))
+    full, empty = make_barriers(depth, 1, readers)
+    return Ring(memory, full, empty, depth, parts, width, TRANSPOSED, box, desc.layout)
 
 
 @gluon.jit
-def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr, PAIRS: gl.constexpr = False):
+def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr, WIDTH: gl.constexpr = 0):
     """These rings and so many more, read by one warpgroup each."""
     for _ in gl.static_range(count):
-        rings = rings + (make_ring(desc, depth, parts, 1, PAIRS),)
+        rings = rings + (make_ring(desc, depth, parts, 1, WIDTH),)
     return rings
 
 
 @gluon.jit
-def ring_of(
-    buffers, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr,
-    PAIRS: gl.constexpr = False,
-):  # fmt: skip
-    """A ring of these buffers, full when `writers` and empty when `readers` warps or warpgroups have said so. Without
+def ring_of(matrices, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
+    """A ring of these matrices, written and read by so many warpgroups."""
+    full, empty = make_barriers(depth, writers, readers)
+    box: gl.constexpr = [matrices.shape[1], matrices.shape[2]]
+    return Ring(matrices, full, empty, depth, parts, box[-1], False, box, matrices.layout)
+
+
+@gluon.jit
+def make_barriers(depth: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
+    """Those of slots that are full when `writers` and empty when `readers` warps or warpgroups have said so. Without
     readers nobody waits for it to be empty.
 
     A barrier that nobody uses must not be made. Triton gives its memory to other buffers, and where several processes
@@ -174,4 +210,4 @@ def ring_of(
         mbarrier.init(full.index(slot), count=writers)
         if readers > 0:
             mbarrier.init(empty.index(slot), count=readers)
-    return Ring(buffers, full, empty, depth, parts, 2 * buffers.shape[-1] if PAIRS else buffers.shape[-1])
+    return full, empty

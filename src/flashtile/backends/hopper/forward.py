@@ -26,7 +26,6 @@ from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
 from .tile import (
     add_product,
-    columns,
     exp2_of_fma,
     halves,
     keep_apart,
@@ -148,7 +147,7 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
 def add_values(o, probs, v_ring, position, has):
     """O += P V of a slot's first keys is begun. Up to 128 dims its addresses are worked out only then, for which at 256
     there is no register: by triton 3.9, D 64, 5 to 20 instructions of a step fewer."""
-    if v_ring.buffers.shape[4] <= 128:
+    if v_ring.box[-1] <= 128:
         position = anew(position)
     return add_product(o, probs, v_ring, position, has)
 
@@ -157,13 +156,13 @@ def add_values(o, probs, v_ring, position, has):
 def begin_values(o, probs, v_ring, position, has, p_layout: gl.constexpr, there=True):
     """O += P V of a block is begun, P as it goes round the loop; there: False of none, whose V nobody loads."""
     v_ring.await_full(position, pred=there)
-    return add_values(o, unpack(probs, v_ring.buffers.dtype, p_layout), v_ring, position, has)
+    return add_values(o, unpack(probs, v_ring.memory.dtype, p_layout), v_ring, position, has)
 
 
 @gluon.constexpr_function
 def all_kept(p, q_ring):
     """Whether Q is in registers as a whole, and its slot free from then on."""
-    return q_ring.buffers.shape[4] * q_ring.parts == p.Q_KEPT
+    return q_ring.box[-1] * q_ring.parts == p.Q_KEPT
 
 
 @gluon.jit
@@ -224,7 +223,7 @@ def step(
         l += row_sums_by_lane(p_new)
     elif not STEADY:
         o = scaled(o, alpha)
-    return o, pack(p_new, k_ring.buffers.dtype), m, l
+    return o, pack(p_new, k_ring.memory.dtype), m, l
 
 
 @gluon.jit
@@ -243,7 +242,7 @@ def add_tail(p, s, o, m, l, v_ring, position, p_layout: gl.constexpr):
     shift = gl.where(m == float("-inf"), 0.0, m * p.unit)  # a row that has seen no key yet
     probs = probabilities(p, s, gl.convert_layout(shift, gl.SliceLayout(1, s.type.layout)))
     v_ring.await_full(position)
-    o = add_values(o, gl.convert_layout(probs.to(v_ring.buffers.dtype), p_layout), v_ring, position, False)
+    o = add_values(o, gl.convert_layout(probs.to(v_ring.memory.dtype), p_layout), v_ring, position, False)
     l += gl.convert_layout(row_sums_by_lane(probs), l.type.layout)
     o = product_wait(o)
     v_ring.release(position)
@@ -368,7 +367,7 @@ def compute_walk(
     WARPS: gl.constexpr = gl.num_warps()
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
     tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TAIL, 16])
-    o = no_sums(p.TILE_M, v_ring.width, v_ring.buffers.shape[4] * v_ring.parts)
+    o = no_sums(p.TILE_M, v_ring.width, v_ring.box[-1] * v_ring.parts)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     entries, n_tiles = p.tiles()
@@ -397,9 +396,9 @@ def compute_walk(
             position += unseen
         row_new = p.first_query(m_block, warpgroup)
         q_ring.await_full(q_position)
-        q = q_ring.matrix(q_position, 0)
+        q = q_ring.columns(q_position, 0, q_ring.box[-1])
         if p.Q_KEPT > 0:
-            q = columns(q_ring, q_position, 0, p.Q_KEPT).load(gl.DotOperandLayout(0, s_layout, 2))
+            q = q_ring.columns(q_position, 0, p.Q_KEPT).load(gl.DotOperandLayout(0, s_layout, 2))
             if all_kept(p, q_ring):
                 q_ring.release(q_position)
         m_new = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
@@ -477,9 +476,10 @@ def forward_kernel(
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 TAILS, FLAT, O_AWAITED, Q_KEPT, PACK)  # fmt: skip
-    q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PARTS == 3)
-    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, PARTS == 3)
-    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, PARTS_V == 3)
+    PAIR: gl.constexpr = 2 * q_desc.block_shape[3] if PARTS == 3 else 0
+    q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PAIR)
+    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, Q_KEPT if Q_KEPT > 0 else PAIR, True)
+    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, 2 * v_desc.block_shape[3] if PARTS_V == 3 else 0)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))

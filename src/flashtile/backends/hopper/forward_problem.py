@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .channel import anew
+from .channel import anew, section
 from .compat import aggregate
-from .tile import columns, parts_of, section, width_of
+from .tile import parts_of, width_of
 
 TAIL = gl.constexpr(16)  # keys that one wgmma of O += P V sums over, the fewest that it can be computed for
 PIECE_BITS = gl.constexpr(21)  # of each of the three numbers of a piece of a tile
@@ -220,12 +220,12 @@ def scores_product(p, q, q_ring, q_position, k_ring, position, s):
     lie, or the first as wide as Q_KEPT. q: the first part, where it is kept in registers or there is no other."""
     KEYS: gl.constexpr = s.shape[1]
     WIDTH: gl.constexpr = p.Q_KEPT if p.Q_KEPT > 0 else k_ring.width
-    DIM: gl.constexpr = k_ring.buffers.shape[4] * k_ring.parts
+    DIM: gl.constexpr = k_ring.box[-1] * k_ring.parts
     for part in gl.static_range(parts_of(WIDTH, DIM)):
         if DIM > WIDTH:
             q_position, position = anew(q_position), anew(position)
             if part * WIDTH >= p.Q_KEPT:
-                q = columns(q_ring, q_position, part * WIDTH, width_of(part, WIDTH, DIM))
-        k = section(columns(k_ring, position, part * WIDTH, width_of(part, WIDTH, DIM), True), 0, KEYS, 1)
+                q = q_ring.columns(q_position, part * WIDTH, width_of(part, WIDTH, DIM))
+        k = section(k_ring.columns(position, part * WIDTH, width_of(part, WIDTH, DIM), True), 0, KEYS, 1)
         s = warpgroup_mma(q, k, s, use_acc=part > 0, is_async=True)
     return s

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import anew
+from .channel import anew, section
 from .compat import store_async
 
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
@@ -55,13 +55,6 @@ def matrix(buffer):
 
 
 @gluon.jit
-def section(x, first: gl.constexpr, length: gl.constexpr, dim: gl.constexpr):
-    """So many rows or columns of a matrix in shared memory; of all no view of its own, of which each costs triton 3.9
-    time to compile."""
-    return x if length == x.shape[dim] else x.slice(first, length, dim=dim)
-
-
-@gluon.jit
 def zeros(rows: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr):
     """Sums in registers: PARTS of (rows, WIDTH)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDTH, 16])
@@ -90,15 +83,6 @@ def whole(low, high):
     return x.reshape([x.shape[0], 2 * x.shape[2]])
 
 
-@gluon.jit
-def columns(ring, position, first: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr = False):
-    """(rows, WIDTH), or transposed: columns of a slot, from the first on: of one buffer, or a pair."""
-    HERE: gl.constexpr = ring.buffers.shape[-1]
-    PART: gl.constexpr = first // HERE
-    x = ring.pair(position, PART, TRANSPOSED) if WIDTH > HERE else ring.matrix(position, PART, TRANSPOSED)
-    return section(x, first % HERE, WIDTH, 0 if TRANSPOSED else 1)
-
-
 @gluon.constexpr_function
 def parts_of(WIDTH, DIM):
     """In how many parts of WIDTH columns, the last of what is left, DIM comes."""
@@ -115,11 +99,11 @@ def width_of(part, WIDTH, DIM):
 def add_product(sums, left, ring, position, has, row: gl.constexpr = 0):
     """Issues sums + left x, x a slot's rows from `row` on, for each part of its columns; left x where the sums have
     nothing."""
-    DIM: gl.constexpr = ring.buffers.shape[-1] * ring.parts
+    DIM: gl.constexpr = ring.box[-1] * ring.parts
     for part in gl.static_range(len(sums)):
         if len(sums) > 1:
             position = anew(position)
-        x = columns(ring, position, part * ring.width, width_of(part, ring.width, DIM))
+        x = ring.columns(position, part * ring.width, width_of(part, ring.width, DIM))
         x = section(x, row, left.shape[1], 0)
         sums = sums[1:] + (warpgroup_mma(left, x, sums[0], use_acc=has, is_async=True),)
     return sums
