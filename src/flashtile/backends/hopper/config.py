@@ -34,6 +34,7 @@ class Tiles:
     tails: bool = False  # without a mask, up to 16 keys past the last whole block take products of 16
     flat: bool = True  # a tile's first product runs under the last of the tile before
     o_awaited: str = "behind"  # when O += P V is: before, half way through or behind the softmax of the next block
+    earlier_ptxas: bool = True  # see ptxas.py
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -67,20 +68,22 @@ class Tiles:
 
 D64 = Tiles(
     64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True, flat=False,
-    o_awaited="before",
+    o_awaited="before", earlier_ptxas=False,
 )  # fmt: skip
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
 484 -> 590 TFLOP/s. They do so by each other's products, and need none of their own under a softmax: O awaited before it
 S = 2k, 4k, 16k, 128k full +3, +4.5, +4.5, +4 %, hot +1.5 to +3.5 %, causal 2k 0, 8k +1 %; and no flat loop, which has
 room for the registers that this takes, full 0 to +2 %, causal 0; O issued before S +0.5 to +1.5 %. Tails: S = 4097 full
 +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops slower, they are not for. Each warpgroup
-up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493."""
+up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493. By triton
+3.9 with the earlier ptxas S = 2k full -1.2 %, 8k causal -0.4 %."""
 D64_SHORT = Tiles(
-    64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, o_awaited="before"
+    64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, o_awaited="before",
+    earlier_ptxas=False,
 )  # fmt: skip
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three stages: 253 -> 264. Q
 in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. O awaited before the softmax: S = 512 -0.5 %, 1k full +1.5,
-causal -1 %, and by triton 3.9 512 full 0.97 -> 0.99 of what it makes by 3.6."""
+causal -1 %. By triton 3.9 with the earlier ptxas S = 512 and 1k full -3.5, -6 %, causal +1.5, -1.5 %."""
 D128 = Tiles(
     128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, o_awaited="half way"
 )
@@ -99,12 +102,14 @@ D192_DV128 = Tiles(
     192, 128, warpgroups=2, tile_n=128, q_stages=1, stages=2, compute_registers=240, q_kept=128, parts=3, out_parts=2
 )
 """Q and K in blocks of 64 dims are not padded to 256: S = 2k and 8k full 472 and 502 -> 685 and 742 TFLOP/s. The
-first 128 dims of Q in registers: S = 8k 0, hot +1 %; at Dv 192 -1 to 0 %."""
+first 128 dims of Q in registers: S = 8k 0, hot +1 %."""
 D192 = Tiles(
-    192, 192, warpgroups=2, tile_n=64, q_stages=1, stages=3, compute_registers=240, parts=3, parts_v=3, out_parts=3
-)
+    192, 192, warpgroups=2, tile_n=64, q_stages=1, stages=3, compute_registers=240, q_kept=128, parts=3, parts_v=3,
+    out_parts=3,
+)  # fmt: skip
 """V and O in blocks of 64 dims are not padded to 256 either: S = 2k and 8k full +15, +16 %; of that, K and V in three
-stages, not two, +3, +2 %."""
+stages, not two, +3, +2 %. The first 128 dims of Q in registers: S = 512 to 8k +0.3 to +0.5 %, and by triton 3.9 full
+0.96 to 0.975 of what it makes by 3.6 -> 1.00."""
 D256 = Tiles(
     256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, q_kept=128, out_parts=2, tails=True,
     flat=False,
