@@ -123,7 +123,7 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     scalars = launch.scalars(spec, tiles, rounds=100)
     return _compile_gluon(
         kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32", "pieces_ptr": "*fp32"}, "*i64",
-        scalars,
+        scalars, tiles.earlier_ptxas,
     )  # fmt: skip
 
 

@@ -73,6 +73,8 @@ class Pointer:
 class Shared:
     """Shared memory, seen through a view."""
 
+    layout = None
+
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view
 
@@ -83,8 +85,6 @@ class Shared:
     @property
     def dtype(self) -> torch.dtype:
         return self.view.dtype
-
-    layout = None
 
     def index(self, i: int) -> Shared:
         return Shared(self.view[int(i)])

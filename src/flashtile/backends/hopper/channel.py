@@ -120,15 +120,14 @@ class Ring:
     def columns(self, position, first: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr = False):
         """(rows, WIDTH), or transposed: columns of a slot, from the first on: of one buffer, or a pair."""
         D: gl.constexpr = self.box[-1]
+        EACH: gl.constexpr = self.width if WIDTH > D else min(self.width, D)
         if WIDTH > D:
-            EACH: gl.constexpr = self.width
             at = self.three(position, first // D)
         else:
-            EACH: gl.constexpr = min(self.width, D)
             at = self.place(position, first // D) * (D // EACH) + first % D // EACH
         x = self.memory
-        shape: gl.constexpr = shape_of(self.depth * self.parts, self.box, EACH, TRANSPOSED)
-        if x.shape != shape or TRANSPOSED != self.transposed:
+        if WIDTH > D or self.transposed != TRANSPOSED:
+            shape: gl.constexpr = shape_of(self.depth * self.parts, self.box, EACH, TRANSPOSED)
             x = seen_as(x, x.dtype, shape, of_matrix(self.layout, TRANSPOSED))
         return section(x.index(at), first % EACH if WIDTH < EACH else 0, WIDTH, 0 if TRANSPOSED else 1)
 
