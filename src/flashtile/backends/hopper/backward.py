@@ -47,7 +47,7 @@ from .backward_problem import (
     store_piece,
 )
 from .backward_sums import add_loop, first_dq_part, make_dq_rings, put_dq
-from .channel import anew, make_ring, ring_of
+from .channel import anew, make_ring, pair_of, ring_of, width_of_slot
 from .compat import seen_as
 from .tile import add_product, no_sums, pass_turn, store_rows, take_turn, wait_for, zeros
 
@@ -62,7 +62,7 @@ def ds_part(ring, position, warpgroup: gl.constexpr, part: gl.constexpr):
 def dq_product(p, warpgroup: gl.constexpr, ds_ring, position, k_ring, tile, zero, first: gl.constexpr):
     """Line 15: issues this warpgroup's share of dQ = dS K, over all keys of a tile: its columns, from the first on."""
     WIDTH: gl.constexpr = zero.shape[1]
-    DIM: gl.constexpr = k_ring.box[-1] * k_ring.parts // WARPGROUPS
+    DIM: gl.constexpr = width_of_slot(k_ring) // WARPGROUPS
     PART: gl.constexpr = warpgroup % p.PARTS
     dq = zero
     for of in gl.static_range(WARPGROUPS):
@@ -191,7 +191,7 @@ def compute_loop(
     dQ of a step is computed in the next, also across tiles: by then the other warpgroup, which is about half a step
     apart, has its dS.
     """
-    DIM: gl.constexpr = q_ring.box[-1] * q_ring.parts
+    DIM: gl.constexpr = width_of_slot(q_ring)
     WIDTH: gl.constexpr = dk_desc.block_shape[3]
     DQ_WIDTH: gl.constexpr = DIM // DQ_PARTS  # of a part
     FIRST_PART: gl.constexpr = first_dq_part(warpgroup, DQ_PARTS)
@@ -317,11 +317,12 @@ def backward_kernel(
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip
-    PAIR: gl.constexpr = 2 * k_desc.block_shape[3] if PARTS == 3 else 0
+    PAIR: gl.constexpr = pair_of(q_desc.block_shape, PARTS)
+    PAIR_V: gl.constexpr = pair_of(v_desc.block_shape, PARTS_V)
     q_ring = make_ring(q_desc, STAGES, PARTS, WARPGROUPS, PAIR)
-    dout_ring = make_ring(dout_desc, STAGES, PARTS_V, WARPGROUPS, PAIR)
+    dout_ring = make_ring(dout_desc, STAGES, PARTS_V, WARPGROUPS, PAIR_V)
     k_ring = make_ring(k_desc, KEY_STAGES, WARPGROUPS * PARTS, WARPGROUPS, PAIR)
-    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS * PARTS_V, WARPGROUPS, PAIR)
+    v_ring = make_ring(v_desc, VALUE_STAGES, WARPGROUPS * PARTS_V, WARPGROUPS, PAIR_V)
     shifts = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, TILE_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_M], q_desc.dtype)

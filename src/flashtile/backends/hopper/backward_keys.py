@@ -37,7 +37,7 @@ from .backward_problem import (
     store_piece,
     store_slot,
 )
-from .channel import anew, make_ring, ring_of
+from .channel import anew, make_ring, ring_of, width_of_slot
 from .tile import add_product, meet, product_wait, zeros
 
 
@@ -60,12 +60,6 @@ def store_keys(p, desc, own_ring, other_ring, tile, sums, scale, entry, pieces_p
     ring.release(tile)
 
 
-@gluon.constexpr_function
-def width_of_slot(ring):
-    """D or Dv, of all parts."""
-    return ring.box[-1] * ring.parts
-
-
 @gluon.jit
 def value_loop(K_KEPT: gl.constexpr, p, dv_desc, pieces_ptr, q_ring, dout_ring, k_ring, v_ring, probs_ring, shifts):
     """The first warpgroup: P and dV."""
@@ -79,7 +73,7 @@ def value_loop(K_KEPT: gl.constexpr, p, dv_desc, pieces_ptr, q_ring, dout_ring, 
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
         k_ring.await_full(tile)
-        k = keep((), k_ring, tile, 0, k_ring.box[-1] * k_ring.parts, K_KEPT, s_layout)
+        k = keep((), k_ring, tile, 0, width_of_slot(k_ring), K_KEPT, s_layout)
         has = False
         for _ in range(p.group):
             for j in range(first, end):
@@ -124,7 +118,7 @@ def key_loop(V_KEPT: gl.constexpr, p, dk_desc, pieces_ptr, q_ring, dout_ring, k_
     for _ in range(n_tiles):
         first, end = gl.load(entry + FIRST), gl.load(entry + END)
         v_ring.await_full(tile)
-        v = keep((), v_ring, tile, 0, v_ring.box[-1] * v_ring.parts, V_KEPT, s_layout)
+        v = keep((), v_ring, tile, 0, width_of_slot(v_ring), V_KEPT, s_layout)
         has = False
         for _ in range(p.group):
             for _ in range(first, end):

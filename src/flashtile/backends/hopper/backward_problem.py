@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from .channel import load_parts, load_slot, section
+from .channel import load_parts, load_slot, section, width_of_slot
 from .compat import aggregate, load_async, store_async
 from .tile import parts_of, store_matrix, tanh, width_of
 
@@ -209,7 +209,7 @@ def over_parts(
     """Issues start + keys queries^T, of a block of the keys and a part of the queries, over all parts of the dims, the
     first of them from registers (`keep`)."""
     WIDTH: gl.constexpr = kept[0].shape[1] if len(kept) > 0 else queries_ring.width
-    DIM: gl.constexpr = queries_ring.box[-1] * queries_ring.parts
+    DIM: gl.constexpr = width_of_slot(queries_ring)
     for dims in gl.static_range(parts_of(WIDTH, DIM)):
         if dims < len(kept):
             keys = kept[dims]

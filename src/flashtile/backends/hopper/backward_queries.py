@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .backward_problem import WARPGROUPS, store_piece, store_slot
-from .channel import add_rings, anew, load_slot, make_ring
+from .channel import add_rings, anew, load_slot, make_ring, width_of_slot
 from .forward import load_q, sit_out
 from .forward_problem import Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
 from .tile import (
@@ -190,7 +190,7 @@ def compute_loop(
     DTYPE: gl.constexpr = dq_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.TILE_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    DIM: gl.constexpr = k_ring.box[-1] * k_ring.parts
+    DIM: gl.constexpr = width_of_slot(k_ring)
     dq = no_sums(p.TILE_M, k_ring.width, DIM)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
     # dQ leaves by way of dO's slot, if that is as wide, as Q of the next tile is needed first

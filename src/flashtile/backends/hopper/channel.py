@@ -27,6 +27,12 @@ def of_matrix(layout, transposed):
 
 
 @gluon.constexpr_function
+def pair_of(box, parts):
+    """Columns of a pair of boxes, where they come in three parts; of other boxes, which make no pairs, 0."""
+    return 2 * box[-1] if parts == 3 else 0
+
+
+@gluon.constexpr_function
 def shape_of(count, box, width, transposed):
     """Of the memory of so many boxes, in matrices of so many columns each, or transposed."""
     rows = math.prod(box[:-1])
@@ -129,11 +135,17 @@ class Ring:
         if WIDTH > D or self.transposed != TRANSPOSED:
             shape: gl.constexpr = shape_of(self.depth * self.parts, self.box, EACH, TRANSPOSED)
             x = seen_as(x, x.dtype, shape, of_matrix(self.layout, TRANSPOSED))
-        return section(x.index(at), first % EACH if WIDTH < EACH else 0, WIDTH, 0 if TRANSPOSED else 1)
+        return section(x.index(at), first % EACH, WIDTH, 0 if TRANSPOSED else 1)
 
     @gluon.jit
     def first(self):
         return gl.to_tensor(2 * self.depth).to(gl.uint32)  # without a sign, slot and phase take fewer instructions
+
+
+@gluon.constexpr_function
+def width_of_slot(ring):
+    """D or Dv, of all parts."""
+    return ring.box[-1] * ring.parts
 
 
 @gluon.jit

@@ -83,7 +83,7 @@ D64_SHORT = Tiles(
 )  # fmt: skip
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three stages: 253 -> 264. Q
 in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. O awaited before the softmax: S = 512 -0.5 %, 1k full +1.5,
-causal -1 %. By triton 3.9 with the earlier ptxas S = 512 and 1k full -3.5, -6 %, causal +1.5, -1.5 %."""
+causal -1 %. By triton 3.9 with the earlier ptxas S = 512 and 1k full -3.4, -5.5 %, causal +1.4, -1.4 %."""
 D128 = Tiles(
     128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, o_awaited="half way"
 )

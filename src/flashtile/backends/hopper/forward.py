@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import add_rings, anew, load_slot, make_ring
+from .channel import add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
 from .compat import call_as_worker
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
@@ -162,7 +162,7 @@ def begin_values(o, probs, v_ring, position, has, p_layout: gl.constexpr, there=
 @gluon.constexpr_function
 def all_kept(p, q_ring):
     """Whether Q is in registers as a whole, and its slot free from then on."""
-    return q_ring.box[-1] * q_ring.parts == p.Q_KEPT
+    return width_of_slot(q_ring) == p.Q_KEPT
 
 
 @gluon.jit
@@ -367,7 +367,7 @@ def compute_walk(
     WARPS: gl.constexpr = gl.num_warps()
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, p.TILE_N, 16])
     tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TAIL, 16])
-    o = no_sums(p.TILE_M, v_ring.width, v_ring.box[-1] * v_ring.parts)
+    o = no_sums(p.TILE_M, v_ring.width, width_of_slot(v_ring))
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     entries, n_tiles = p.tiles()
@@ -476,10 +476,10 @@ def forward_kernel(
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 TAILS, FLAT, O_AWAITED, Q_KEPT, PACK)  # fmt: skip
-    PAIR: gl.constexpr = 2 * q_desc.block_shape[3] if PARTS == 3 else 0
+    PAIR: gl.constexpr = pair_of(q_desc.block_shape, PARTS)
     q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PAIR)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, Q_KEPT if Q_KEPT > 0 else PAIR, True)
-    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, 2 * v_desc.block_shape[3] if PARTS_V == 3 else 0)
+    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, pair_of(v_desc.block_shape, PARTS_V))
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .channel import anew, section
+from .channel import anew, section, width_of_slot
 from .compat import aggregate
 from .tile import parts_of, width_of
 
@@ -220,7 +220,7 @@ def scores_product(p, q, q_ring, q_position, k_ring, position, s):
     lie, or the first as wide as Q_KEPT. q: the first part, where it is kept in registers or there is no other."""
     KEYS: gl.constexpr = s.shape[1]
     WIDTH: gl.constexpr = p.Q_KEPT if p.Q_KEPT > 0 else k_ring.width
-    DIM: gl.constexpr = k_ring.box[-1] * k_ring.parts
+    DIM: gl.constexpr = width_of_slot(k_ring)
     for part in gl.static_range(parts_of(WIDTH, DIM)):
         if DIM > WIDTH:
             q_position, position = anew(q_position), anew(position)

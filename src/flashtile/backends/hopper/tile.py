@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .channel import anew, section
+from .channel import anew, section, width_of_slot
 from .compat import store_async
 
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
@@ -99,7 +99,7 @@ def width_of(part, WIDTH, DIM):
 def add_product(sums, left, ring, position, has, row: gl.constexpr = 0):
     """Issues sums + left x, x a slot's rows from `row` on, for each part of its columns; left x where the sums have
     nothing."""
-    DIM: gl.constexpr = ring.box[-1] * ring.parts
+    DIM: gl.constexpr = width_of_slot(ring)
     for part in gl.static_range(len(sums)):
         if len(sums) > 1:
             position = anew(position)
