@@ -115,7 +115,8 @@ def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q, stored
     ("load", "batch", "heads_k", "capacity", "page_size"),
     [("short", 1, 8, 1024, 16), ("scattered", 8, 8, 32768, 16), ("few", 8, 8, 32768, 0), ("many", 8, 8, 32768, 64),
      ("few", 8, 8, 32768, 128), ("few", 64, 8, 4096, 0), ("few", 1, 1, 65536, 0), ("even", 64, 8, 1024, 0),
-     ("even", 64, 8, 4096, 64), ("many", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0)],
+     ("even", 64, 8, 4096, 64), ("many", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0), ("one", 16, 8, 1024, 0),
+     ("many", 16, 8, 1024, 64), ("few", 16, 8, 2048, 0), ("two", 160, 8, 1024, 0), ("two", 320, 1, 1024, 64)],
 )  # fmt: skip
 def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, heads_k, capacity, page_size, arch):
     call, q = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size)
@@ -152,16 +153,22 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
     assert decode_launch.width_for(tasks, 132) == width
 
 
-@pytest.mark.parametrize(("batch", "programs", "merges"), [(16, 0, False), (128, 512, False), (60, 264, True)])
-def test_without_lengths_whole_tasks_are_not_merged(batch, programs, merges):
-    """One task for a program, two, or nearly two."""
-    call, q = cached_call(spec((1, 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
-    assert decode_launch.decode_spec(call, 0, "sm_90", 132).merges
+@pytest.mark.parametrize("heads_q", [32, 256], ids=["16 rows", "32 rows"])
+@pytest.mark.parametrize(
+    ("load", "batch", "capacity", "programs"),
+    [("one", 10, 3072, 0), ("one", 16, 1024, 0), ("few", 16, 4096, 0), ("many", 18, 1024, 264), ("two", 24, 1024, 0),
+     ("many", 36, 1024, 264), ("four", 64, 3072, 0), ("few", 64, 4096, 128), ("eight", 96, 1024, 0),
+     ("two", 200, 3072, 0)],
+)  # fmt: skip
+def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(load, batch, capacity, programs, heads_q):
+    """In a round of so many on each multiprocessor, or in many rounds; else programs share them, or have some each."""
+    call, q = cached_call(spec((1, capacity), (heads_q, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
     call = replace(call, cache=replace(call.cache, seqlens=None))
+    assert decode_config.load_of(call, 132) == load
     launched = decode_launch.decode_spec(call, 0, "sm_90", 132)
-    assert (launched.programs, launched.merges) == (programs, merges)
+    assert (launched.programs, launched.merges) == (programs, programs == 264)
     kernels = list(compile_cached(call, q, "sm_90"))
-    assert len(kernels) == 2 + merges
+    assert len(kernels) == 2 + launched.merges
     assert not any(usage.spills for usage, _ in kernels)
 
 

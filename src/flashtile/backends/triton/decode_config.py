@@ -17,7 +17,8 @@ MOST_KEYS = 256  # of a block: places in it are 32-bit numbers, which limits how
 class DecodeTiles:
     """Blocks of tile_n keys on num_warps warps, num_stages deep in flight, `programs` of them on a multiprocessor.
 
-    least: blocks of a program's share, below which more programs are not worth what merging costs.
+    least: blocks of a program's share, below which more programs are not worth what merging costs. whole: programs have
+    no shares, but a task each.
     """
 
     tile_n: int
@@ -25,6 +26,7 @@ class DecodeTiles:
     num_stages: int
     programs: int
     least: int
+    whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tile_n", "num_warps"):
@@ -70,24 +72,53 @@ def tasks_of(spec: AttentionSpec) -> int:
     return spec.batch * tasks_of_sequence(spec)
 
 
-LOADS = ("short", "scattered", "few", "even", "many")
+ROUND = {"one": 1, "two": 2, "four": 4, "eight": 8}  # programs of a multiprocessor, which have a task each
+LOADS = ("short", "scattered", *ROUND, "few", "even", "many")
 SHORT = 256  # keys of all tasks for each multiprocessor: four blocks of 64
 LONG = 4096  # keys of a sequence, from which on a multiprocessor's one program may begin and end many tasks
+MOST_OF_A_ROUND = 0.6
+UNEVEN = 1024  # keys of a sequence, up to which one that is longer than others does not keep a program long
+MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
 
 def load_of(call: CachedCall, multiprocessors: int) -> str:
-    """Short: at most so many keys, by the cache's capacity; else scattered over small pages; else few tasks, or long
-    ones, whose blocks are too large for pages of 64 keys; else so many that whole ones fill a GPU evenly; else many."""
+    """Short: at most so many keys, by the cache's capacity; else scattered over small pages; else one, two, four or
+    eight, as `whole_tasks` says; else few tasks, or long ones, whose blocks are too large for pages of 64 keys; else so
+    many that whole ones fill a GPU evenly; else many."""
     tasks, page_size = tasks_of(call.spec), call.cache.page_size
     if tasks * call.spec.seqlen_k <= SHORT * multiprocessors:
         return "short"
     if 0 < page_size < 64:
         return "scattered"
+    whole = whole_tasks(call, multiprocessors)
+    if whole and not (whole == "one" and page_size == 64):
+        return whole
     if page_size != 64 and (tasks <= multiprocessors or call.spec.seqlen_k >= LONG):
         return "few"
     most = EVEN * multiprocessors
     return "even" if enough(shares_of_whole_tasks(tasks, most), most) else "many"
+
+
+def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
+    """How many programs of a multiprocessor have a task each, if that is better than equal shares, as nothing is merged
+    and no sequence looked for: where they run in one round, most of it used, or in so many that their ends do not
+    count.
+
+    Lengths on the device may leave some of them little to do. Then only one program of a multiprocessor makes up for
+    that, as a program alone reads much faster, or many rounds, if no sequence is long.
+    """
+    tasks, keys, cache = tasks_of(call.spec), call.spec.seqlen_k, call.cache
+    alike = cache.seqlens is None and cache.leftpad is None
+    if keys >= LONG or not (alike or keys <= UNEVEN):
+        return None
+    for load, programs in ROUND.items():
+        most = programs * multiprocessors
+        if MOST_OF_A_ROUND * most <= tasks <= most and (alike or programs == 1):
+            return load
+    if tasks > max(ROUND.values()) * multiprocessors or (not alike and call.spec.batch > MANY_SEQUENCES):
+        return "two"
+    return None
 
 
 def shares_of_whole_tasks(tasks: int, most: int) -> int:
@@ -139,10 +170,22 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 # - (2, 128), 16 rows, even: 32 keys on 2 warps, 4 programs take 66.6 us at 64,32,8,1024, what is best of many 67.7;
 #   126.7 to 127.3 at 128,32,8,1024, 127.4 to 128.1 at 64,32,8,2048, 43.1 to 43.6 at 64 lengths up to 1k; but 103.6 to
 #   98.5 at 96,32,8,1024, whose tasks they would divide (there).
+# - (2, 128), 16 rows, without lengths, a task for each program against shares (decode_whole_tasks): one 18.5 us to 16.7
+#   at 12,32,8,1024, 30.3 to 28.2 at 12,32,8,2048, 19.4 to 19.1 at 16,32,8,1024 by 8 warps for 4; two 30.3 to 27.4 at
+#   24,32,8,1024; four 53.1 to 49.3 at 48,32,8,1024, 62.4 to 58.0 at 56; eight, of one warp, which meets none, 124.9 to
+#   123.0 at 128,32,8,1024, 95.2 to 94.1 at 96, 114.9 to 108.6 at 112, 182.9 to 181.6 at 96,32,8,2048. In rounds of two,
+#   200 to 512 sequences of 1k, -2 to -6 %, of 2k -1 to -3 %, but 160 of 1k and 2k +4 %. A round less than three fifths
+#   full is slower: two at 18,32,8,2048 42.1 to 46.0 us. From 4k keys on shares are 1 to 3 % faster in many rounds. With
+#   lengths: one at 16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to 15.7, at 12 and 14 -12 and -15 %,
+#   ragged +5 and +7 %; two in many rounds 195.5 to 190.5 us at 200 of 1k, up to 1k -1.5 to -5 %; four at 64,32,8,1024
+#   66.3 to 64.1, but up to 1k 42.3 to 43.6, at 32 24.8 to 31.7.
+#   32 rows: two 49.0 to 35.9 us at 240,32,1,1024, 75.8 to 66.0 at 400, 138 to 119 at 800; with lengths 76.8 to 69.0 at
+#   400 and, up to 1k, 52.2 to 42.5, at 1600 sequences, among which each share looks for its own, 353 to 206.
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
-#   of 256, 164 to 180 in pages of 16, where 16 keys on one warp took 149: no row.
+#   of 256, 164 to 180 in pages of 16, where 16 keys on one warp took 149: no row. Whole tasks of theirs are 0 to 19 %
+#   slower than shares (decode_whole_tasks).
 # - (2, 128), 16 and 32 rows: short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1
 #   us to 14.6 at 1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
 # - (2, 128), 16 rows, where each key of a block looks up its page: 32 keys, 2 warps, 3 stages, 4 programs take 247.1 us
@@ -154,8 +197,13 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 BFLOAT16_128 = {
     "short": DecodeTiles(64, 4, 3, 1, 1), "scattered": DecodeTiles(32, 2, 3, 4, 1), "few": DecodeTiles(128, 4, 3, 1, 1),
     "even": DecodeTiles(32, 2, 3, EVEN, 1), "many": DecodeTiles(64, 4, 3, 2, 1),
+    "one": DecodeTiles(128, 8, 3, 1, 1, whole=True), "two": DecodeTiles(64, 4, 3, 2, 1, whole=True),
+    "four": DecodeTiles(32, 2, 3, 4, 1, whole=True), "eight": DecodeTiles(16, 1, 3, 8, 1, whole=True),
 }  # fmt: skip
-BFLOAT16_128_32_ROWS = BFLOAT16_128 | dict.fromkeys(("scattered", "even"), BFLOAT16_128["many"])
+BFLOAT16_128_32_ROWS = (
+    BFLOAT16_128 | dict.fromkeys(("scattered", "even"), BFLOAT16_128["many"])
+    | {"one": DecodeTiles(128, 4, 3, 1, 1, whole=True)} | dict.fromkeys(("four", "eight"), BFLOAT16_128["two"])
+)  # fmt: skip
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4)),

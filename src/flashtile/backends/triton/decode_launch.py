@@ -80,7 +80,7 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     if num_splits:
         return whole if num_splits == 1 else whole._replace(programs=num_splits * whole.tasks, least=1, merges=True)
     most_of_a_task = -(-of.seqlen_k // (tiles.tile_n * tiles.least))
-    if most_of_a_task <= 1:
+    if most_of_a_task <= 1 or tiles.whole:
         return whole
     most = multiprocessors * tiles.programs
     width = width_for(of_sequence, most)
