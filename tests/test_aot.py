@@ -112,24 +112,38 @@ def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q, stored
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
+    ("dim", "heads_q"), [(64, 32), (64, 256), (128, 32), (128, 256), (256, 32)],
+    ids=["64, 16 rows", "64, 32 rows", "128, 16 rows", "128, 32 rows", "256"],
+)  # fmt: skip
+@pytest.mark.parametrize("load", decode_config.LOADS)
+def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, dim, heads_q, arch, monkeypatch):
+    monkeypatch.setattr(decode_config, "load_of", lambda *_: load)
+    page_size = 16 if load == "scattered" else 0
+    case = spec((1, 32768), (heads_q, 8), (dim, dim), BF16, batch=8)
+    for usage, _ in compile_cached(*cached_call(case, BF16, page_size), arch):
+        assert usage.shared <= SHARED_MEMORY[arch], usage
+        assert not usage.spills, usage
+
+
+@pytest.mark.parametrize(
     ("load", "batch", "heads_k", "capacity", "page_size"),
     [("short", 1, 8, 1024, 16), ("scattered", 8, 8, 32768, 16), ("few", 8, 8, 32768, 0), ("many", 8, 8, 32768, 64),
      ("few", 8, 8, 32768, 128), ("few", 64, 8, 4096, 0), ("few", 1, 1, 65536, 0), ("even", 64, 8, 1024, 0),
      ("even", 64, 8, 4096, 64), ("many", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0), ("one", 16, 8, 1024, 0),
      ("many", 16, 8, 1024, 64), ("few", 16, 8, 2048, 0), ("two", 160, 8, 1024, 0), ("two", 320, 1, 1024, 64)],
 )  # fmt: skip
-def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, heads_k, capacity, page_size, arch):
-    call, q = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size)
-    assert decode_config.load_of(call, 132) == load
-    for usage, _ in compile_cached(call, q, arch):
-        assert usage.shared <= SHARED_MEMORY[arch], usage
-        assert not usage.spills, usage
+def test_loads_of_caches_with_lengths(load, batch, heads_k, capacity, page_size):
+    """By tasks, and bytes: of heads of 64 keys may be twice as many, and pages hold twice as many."""
+    for dim, times in ((128, 1), (64, 2)):
+        case = spec((1, capacity * times), (32, heads_k), (dim, dim), BF16, batch=batch)
+        call, _ = cached_call(case, BF16, page_size * times)
+        assert decode_config.load_of(call, 132) == load
 
 
 @pytest.mark.parametrize("tile_n", [8, 512])
 def test_decode_tiles_that_no_kernel_takes_say_so(tile_n):
     with pytest.raises(ValueError, match=f"tile_n: got {tile_n}; want 16, for the matrix units, to 256"):
-        replace(decode_config.BFLOAT16_128["few"], tile_n=tile_n)
+        decode_config.DecodeTiles(tile_n, num_warps=4, num_stages=3, programs=1, least=1)
 
 
 def test_a_cache_whose_keys_lie_far_apart_is_left_to_others():
@@ -153,16 +167,15 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
     assert decode_launch.width_for(tasks, 132) == width
 
 
-@pytest.mark.parametrize("heads_q", [32, 256], ids=["16 rows", "32 rows"])
 @pytest.mark.parametrize(
     ("load", "batch", "capacity", "programs"),
     [("one", 10, 3072, 0), ("one", 16, 1024, 0), ("few", 16, 4096, 0), ("many", 18, 1024, 264), ("two", 24, 1024, 0),
      ("many", 36, 1024, 264), ("four", 64, 3072, 0), ("few", 64, 4096, 128), ("eight", 96, 1024, 0),
      ("two", 200, 3072, 0)],
 )  # fmt: skip
-def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(load, batch, capacity, programs, heads_q):
+def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(load, batch, capacity, programs):
     """In a round of so many on each multiprocessor, or in many rounds; else programs share them, or have some each."""
-    call, q = cached_call(spec((1, capacity), (heads_q, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    call, q = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
     call = replace(call, cache=replace(call.cache, seqlens=None))
     assert decode_config.load_of(call, 132) == load
     launched = decode_launch.decode_spec(call, 0, "sm_90", 132)

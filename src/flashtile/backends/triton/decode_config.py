@@ -51,15 +51,14 @@ class Key(NamedTuple):
     there is to do."""
 
     itemsize: int
-    dim: int  # 64, 128 or 256: the power of two that holds D and Dv
+    dim: int  # see padded_dim
     rows: int
     load: str  # one of LOADS
 
     @staticmethod
     def of(call: CachedCall, multiprocessors: int) -> Key:
         of = call.spec
-        dim = max(64, 1 << (max(of.head_dim, of.head_dim_v) - 1).bit_length())
-        return Key(call.cache.k.dtype.itemsize, dim, tile_m(of), load_of(call, multiprocessors))
+        return Key(call.cache.k.dtype.itemsize, padded_dim(of), tile_m(of), load_of(call, multiprocessors))
 
 
 def tasks_of_sequence(spec: AttentionSpec) -> int:
@@ -74,27 +73,40 @@ def tasks_of(spec: AttentionSpec) -> int:
 
 ROUND = {"one": 1, "two": 2, "four": 4, "eight": 8}  # programs of a multiprocessor, which have a task each
 LOADS = ("short", "scattered", *ROUND, "few", "even", "many")
-SHORT = 256  # keys of all tasks for each multiprocessor: four blocks of 64
-LONG = 4096  # keys of a sequence, from which on a multiprocessor's one program may begin and end many tasks
+BLOCK = 32 << 10  # bytes of K and V of a block of those of many
+SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
+LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
+UNEVEN = 16 * BLOCK  # of a task, up to which one that is longer than others does not keep a program long
 MOST_OF_A_ROUND = 0.6
-UNEVEN = 1024  # keys of a sequence, up to which one that is longer than others does not keep a program long
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
 
+def padded_dim(spec: AttentionSpec) -> int:
+    """64, 128 or 256: the power of two that holds D and Dv."""
+    return max(64, 1 << (max(spec.head_dim, spec.head_dim_v) - 1).bit_length())
+
+
+def bytes_of_a_task(call: CachedCall) -> int:
+    """K and V of one head and sequence, by the cache's capacity."""
+    of = call.spec
+    return of.seqlen_k * (of.head_dim + of.head_dim_v) * call.cache.k.dtype.itemsize
+
+
 def load_of(call: CachedCall, multiprocessors: int) -> str:
-    """Short: at most so many keys, by the cache's capacity; else scattered over small pages; else one, two, four or
-    eight, as `whole_tasks` says; else few tasks, or long ones, whose blocks are too large for pages of 64 keys; else so
-    many that whole ones fill a GPU evenly; else many."""
-    tasks, page_size = tasks_of(call.spec), call.cache.page_size
-    if tasks * call.spec.seqlen_k <= SHORT * multiprocessors:
+    """Short: at most so many bytes, by the cache's capacity; else scattered over pages smaller than a block of many;
+    else one, two, four or eight, as `whole_tasks` says; else few tasks, or long ones, whose blocks are twice as large;
+    else so many that whole ones fill a GPU evenly; else many."""
+    tasks, page_size = tasks_of(call.spec), call.cache.page_size or MOST_KEYS
+    block = BLOCK // (2 * padded_dim(call.spec) * call.cache.k.dtype.itemsize)  # keys
+    if tasks * bytes_of_a_task(call) <= SHORT * multiprocessors:
         return "short"
-    if 0 < page_size < 64:
+    if page_size < block:
         return "scattered"
     whole = whole_tasks(call, multiprocessors)
-    if whole and not (whole == "one" and page_size == 64):
+    if whole and (whole != "one" or page_size >= 2 * block):
         return whole
-    if page_size != 64 and (tasks <= multiprocessors or call.spec.seqlen_k >= LONG):
+    if page_size >= 2 * block and (tasks <= multiprocessors or bytes_of_a_task(call) >= LONG):
         return "few"
     most = EVEN * multiprocessors
     return "even" if enough(shares_of_whole_tasks(tasks, most), most) else "many"
@@ -108,9 +120,9 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     Lengths on the device may leave some of them little to do. Then only one program of a multiprocessor makes up for
     that, as a program alone reads much faster, or many rounds, if no sequence is long.
     """
-    tasks, keys, cache = tasks_of(call.spec), call.spec.seqlen_k, call.cache
+    tasks, size, cache = tasks_of(call.spec), bytes_of_a_task(call), call.cache
     alike = cache.seqlens is None and cache.leftpad is None
-    if keys >= LONG or not (alike or keys <= UNEVEN):
+    if size >= LONG or not (alike or size <= UNEVEN):
         return None
     for load, programs in ROUND.items():
         most = programs * multiprocessors
@@ -142,9 +154,10 @@ def tile_m(spec: AttentionSpec) -> int:
 
 
 Table = dict[Key, DecodeTiles]
+Loads = dict[str, DecodeTiles]
 
 
-def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict[str, DecodeTiles], ...]]) -> Table:
+def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | Loads, ...]]) -> Table:
     """A table from (itemsize, dim): tiles, or those for 16, 32 and 64 rows, or of these those for each load."""
     table: Table = {}
     for key, tiles in rows.items():
@@ -194,23 +207,31 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | dict
 #   us at 8,32,8,32768, on 4 306.2 at 64,32,8,4096, where what is best of many takes 244.4, and 32 keys 243.3 to 247.7
 #   (decode_tiles_in_lines, decode_tiles_of_few_warps in hopper-runs-h200.json).
 # All else is reasoned as above, and not measured.
-BFLOAT16_128 = {
-    "short": DecodeTiles(64, 4, 3, 1, 1), "scattered": DecodeTiles(32, 2, 3, 4, 1), "few": DecodeTiles(128, 4, 3, 1, 1),
-    "even": DecodeTiles(32, 2, 3, EVEN, 1), "many": DecodeTiles(64, 4, 3, 2, 1),
-    "one": DecodeTiles(128, 8, 3, 1, 1, whole=True), "two": DecodeTiles(64, 4, 3, 2, 1, whole=True),
-    "four": DecodeTiles(32, 2, 3, 4, 1, whole=True), "eight": DecodeTiles(16, 1, 3, 8, 1, whole=True),
-}  # fmt: skip
-BFLOAT16_128_32_ROWS = (
-    BFLOAT16_128 | dict.fromkeys(("scattered", "even"), BFLOAT16_128["many"])
-    | {"one": DecodeTiles(128, 4, 3, 1, 1, whole=True)} | dict.fromkeys(("four", "eight"), BFLOAT16_128["two"])
-)  # fmt: skip
+def _halves(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] = (), **others: DecodeTiles) -> Loads:
+    """Those of a cache in 16 bits, by a block's keys; some loads have the tiles of many or of two."""
+    tiles = {
+        "short": DecodeTiles(block, 4, 3, 1, 1), "scattered": DecodeTiles(block // 2, 2, 3, 4, 1),
+        "few": DecodeTiles(2 * block, 4, 3, 1, 1), "even": DecodeTiles(block // 2, 2, 3, EVEN, 1),
+        "many": DecodeTiles(block, 4, 3, 2, 1), "one": DecodeTiles(2 * block, 8, 3, 1, 1, whole=True),
+        "two": DecodeTiles(block, 4, 3, 2, 1, whole=True), "four": DecodeTiles(block // 2, 2, 3, 4, 1, whole=True),
+        "eight": DecodeTiles(max(block // 4, 16), 1, 3, 8, 1, whole=True),
+    }  # fmt: skip
+    return tiles | dict.fromkeys(as_many, tiles["many"]) | dict.fromkeys(as_two, tiles["two"]) | others
+
+
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
     (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4)),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
-    (2, 64): (DecodeTiles(128, 4, 3, 2, 2), DecodeTiles(64, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (2, 128): (BFLOAT16_128, BFLOAT16_128_32_ROWS, DecodeTiles(64, 8, 4, 1, 4)),
-    (2, 256): DecodeTiles(32, 4, 3, 2, 8),
+    (2, 64): (
+        _halves(128, ("even",), one=DecodeTiles(256, 4, 3, 1, 1, whole=True)),
+        _halves(128, ("scattered", "even"), ("eight",)), DecodeTiles(64, 8, 6, 1, 4),
+    ),
+    (2, 128): (_halves(64), _halves(64, ("scattered", "even"), ("four", "eight")), DecodeTiles(64, 8, 4, 1, 4)),
+    (2, 256): (
+        _halves(32, ("scattered", "even"), ("eight",), short=DecodeTiles(64, 4, 3, 1, 1),
+                four=DecodeTiles(64, 8, 3, 1, 1, whole=True)),
+    ) * len(ROWS),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
     (4, 256): DecodeTiles(16, 8, 4, 1, 16),
