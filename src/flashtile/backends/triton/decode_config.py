@@ -194,6 +194,12 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | Load
 #   66.3 to 64.1, but up to 1k 42.3 to 43.6, at 32 24.8 to 31.7.
 #   32 rows: two 49.0 to 35.9 us at 240,32,1,1024, 75.8 to 66.0 at 400, 138 to 119 at 800; with lengths 76.8 to 69.0 at
 #   400 and, up to 1k, 52.2 to 42.5, at 1600 sequences, among which each share looks for its own, 353 to 206.
+# - (2, 64) and (2, 256), blocks of as many bytes, against the tiles of before, one for all loads, without lengths
+#   (decode_other_dims): D 64 short 5.6 to 4.7 us at 1,32,8,1024, few 23.1 to 21.4 at 4,32,8,8192, whole tasks 13.1 to
+#   10.9, 30.4 to 26.5, 66.4 to 63.5 at 16, 48, 128 sequences of 1k; 64,32,8,4096 in pages of 16, scattered, 140.8 to
+#   128.5; 32 rows 33.5 to 24.2 at 240,32,1,1024, 97.6 to 61.6 at 800. D 256 short 13.0 to 7.7 at 1,32,8,1024, few 477
+#   to 470 at 8,32,8,32768, one 38.0 to 34.3, two 55.7 to 52.0, and 381 to 388 in many rounds of 200 sequences. Four at
+#   D 256 are those of few: 16 keys on 2 warps would spill, and at 400,32,1,1024 whole tasks take 191 us for 179.
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
@@ -229,8 +235,7 @@ SM_90 = _table({
     ),
     (2, 128): (_halves(64), _halves(64, ("scattered", "even"), ("four", "eight")), DecodeTiles(64, 8, 4, 1, 4)),
     (2, 256): (
-        _halves(32, ("scattered", "even"), ("eight",), short=DecodeTiles(64, 4, 3, 1, 1),
-                four=DecodeTiles(64, 8, 3, 1, 1, whole=True)),
+        _halves(32, ("scattered", "even"), ("eight",), **dict.fromkeys(("short", "four"), DecodeTiles(64, 4, 3, 1, 1))),
     ) * len(ROWS),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
