@@ -198,8 +198,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | Load
 #   (decode_other_dims): D 64 short 5.6 to 4.7 us at 1,32,8,1024, few 23.1 to 21.4 at 4,32,8,8192, whole tasks 13.1 to
 #   10.9, 30.4 to 26.5, 66.4 to 63.5 at 16, 48, 128 sequences of 1k; 64,32,8,4096 in pages of 16, scattered, 140.8 to
 #   128.5; 32 rows 33.5 to 24.2 at 240,32,1,1024, 97.6 to 61.6 at 800. D 256 short 13.0 to 7.7 at 1,32,8,1024, few 477
-#   to 470 at 8,32,8,32768, one 38.0 to 34.3, two 55.7 to 52.0, and 381 to 388 in many rounds of 200 sequences. Four at
-#   D 256 are those of few: 16 keys on 2 warps would spill, and at 400,32,1,1024 whole tasks take 191 us for 179.
+#   to 470 at 8,32,8,32768, one 38.0 to 34.3, two 55.7 to 52.0, and 381 to 388 in many rounds of 200 sequences. There
+#   few have 8 warps, as 4, which are as fast, spill by triton 3.9, and four are few: 16 keys on 2 warps spill so too,
+#   and whole tasks take 191 us for 179 at 400,32,1,1024.
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
@@ -235,7 +236,8 @@ SM_90 = _table({
     ),
     (2, 128): (_halves(64), _halves(64, ("scattered", "even"), ("four", "eight")), DecodeTiles(64, 8, 4, 1, 4)),
     (2, 256): (
-        _halves(32, ("scattered", "even"), ("eight",), **dict.fromkeys(("short", "four"), DecodeTiles(64, 4, 3, 1, 1))),
+        _halves(32, ("scattered", "even"), ("eight",),
+                **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
     ) * len(ROWS),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
