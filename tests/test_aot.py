@@ -178,6 +178,7 @@ def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(load, batch, 
     call, q = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
     call = replace(call, cache=replace(call.cache, seqlens=None))
     assert decode_config.load_of(call, 132) == load
+    assert not decode_config.choose(call, "sm_90", 132, num_splits=2).whole
     launched = decode_launch.decode_spec(call, 0, "sm_90", 132)
     assert (launched.programs, launched.merges) == (programs, programs == 264)
     kernels = list(compile_cached(call, q, "sm_90"))

@@ -56,9 +56,9 @@ class Key(NamedTuple):
     load: str  # one of LOADS
 
     @staticmethod
-    def of(call: CachedCall, multiprocessors: int) -> Key:
+    def of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> Key:
         of = call.spec
-        return Key(call.cache.k.dtype.itemsize, padded_dim(of), tile_m(of), load_of(call, multiprocessors))
+        return Key(call.cache.k.dtype.itemsize, padded_dim(of), tile_m(of), load_of(call, multiprocessors, num_splits))
 
 
 def tasks_of_sequence(spec: AttentionSpec) -> int:
@@ -93,17 +93,17 @@ def bytes_of_a_task(call: CachedCall) -> int:
     return of.seqlen_k * (of.head_dim + of.head_dim_v) * call.cache.k.dtype.itemsize
 
 
-def load_of(call: CachedCall, multiprocessors: int) -> str:
+def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
     """Short: at most so many bytes, by the cache's capacity; else scattered over pages smaller than a block of many;
-    else one, two, four or eight, as `whole_tasks` says; else few tasks, or long ones, whose blocks are twice as large;
-    else so many that whole ones fill a GPU evenly; else many."""
+    else one, two, four or eight, as `whole_tasks` says, if none is to be split; else few tasks, or long ones, whose
+    blocks are twice as large; else so many that whole ones fill a GPU evenly; else many."""
     tasks, page_size = tasks_of(call.spec), call.cache.page_size or MOST_KEYS
     block = BLOCK // (2 * padded_dim(call.spec) * call.cache.k.dtype.itemsize)  # keys
     if tasks * bytes_of_a_task(call) <= SHORT * multiprocessors:
         return "short"
     if page_size < block:
         return "scattered"
-    whole = whole_tasks(call, multiprocessors)
+    whole = whole_tasks(call, multiprocessors) if num_splits < 2 else None
     if whole and (whole != "one" or page_size >= 2 * block):
         return whole
     if page_size >= 2 * block and (tasks <= multiprocessors or bytes_of_a_task(call) >= LONG):
@@ -215,8 +215,8 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | Load
 #   us at 8,32,8,32768, on 4 306.2 at 64,32,8,4096, where what is best of many takes 244.4, and 32 keys 243.3 to 247.7
 #   (decode_tiles_in_lines, decode_tiles_of_few_warps in hopper-runs-h200.json).
 # All else is reasoned as above, and not measured.
-def _halves(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] = (), **others: DecodeTiles) -> Loads:
-    """Those of a cache in 16 bits, by a block's keys; some loads have the tiles of many or of two."""
+def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] = (), **others: DecodeTiles) -> Loads:
+    """Those of a cache in 16 bits, from a block's keys: some loads have the tiles of many or of two, or others."""
     tiles = {
         "short": DecodeTiles(block, 4, 3, 1, 1), "scattered": DecodeTiles(block // 2, 2, 3, 4, 1),
         "few": DecodeTiles(2 * block, 4, 3, 1, 1), "even": DecodeTiles(block // 2, 2, 3, EVEN, 1),
@@ -232,12 +232,12 @@ SM_90 = _table({
     (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4)),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (
-        _halves(128, ("even",), one=DecodeTiles(256, 4, 3, 1, 1, whole=True)),
-        _halves(128, ("scattered", "even"), ("eight",)), DecodeTiles(64, 8, 6, 1, 4),
+        _by_load(128, ("even",), one=DecodeTiles(256, 4, 3, 1, 1, whole=True)),
+        _by_load(128, ("scattered", "even"), ("eight",)), DecodeTiles(64, 8, 6, 1, 4),
     ),
-    (2, 128): (_halves(64), _halves(64, ("scattered", "even"), ("four", "eight")), DecodeTiles(64, 8, 4, 1, 4)),
+    (2, 128): (_by_load(64), _by_load(64, ("scattered", "even"), ("four", "eight")), DecodeTiles(64, 8, 4, 1, 4)),
     (2, 256): (
-        _halves(32, ("scattered", "even"), ("eight",),
+        _by_load(32, ("scattered", "even"), ("eight",),
                 **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
     ) * len(ROWS),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
@@ -261,6 +261,6 @@ TABLES = {
 }  # fmt: skip
 
 
-def choose(call: CachedCall, arch: str, multiprocessors: int) -> DecodeTiles:
-    """The tiles for a call on `arch`."""
-    return TABLES[table_of(arch)][Key.of(call, multiprocessors)]
+def choose(call: CachedCall, arch: str, multiprocessors: int, num_splits: int = 0) -> DecodeTiles:
+    """The tiles for a call on `arch`, all of whose tasks are split if num_splits is more than 1."""
+    return TABLES[table_of(arch)][Key.of(call, multiprocessors, num_splits)]

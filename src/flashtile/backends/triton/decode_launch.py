@@ -74,7 +74,7 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     Where there are no lengths a merge that would find nothing is left out, and the search for a share's sequence: of
     64,32,8,1024 that is 1.6 us of 68.4, of 16,32,8,1024 1.3 of 21.0, of 64,32,8,4096 0.9 of 245.1.
     """
-    of, cache, tiles = call.spec, call.cache, choose(call, arch, multiprocessors)
+    of, cache, tiles = call.spec, call.cache, choose(call, arch, multiprocessors, num_splits)
     of_sequence = tasks_of_sequence(of)
     whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, of_sequence, tiles.least)
     if num_splits:
