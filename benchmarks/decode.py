@@ -4,7 +4,7 @@
 
 Beside PyTorch's own, flash-attn-4 and flashinfer are timed where they are installed. Every provider is checked against
 float64 first. Then calls over distinct caches, together several times the L2 cache, are captured in a CUDA graph, which
-is timed in random order among the providers' graphs. bfloat16, D 128.
+is timed in random order among the providers' graphs. bfloat16, D 128 or --head-dim.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashtile.backends.triton import decode_launch
 from flashtile.bench.report import atomically, describe_machine
 from flashtile.bench.timing import copy_bytes
 
-DIM = 128
+DIM = 128  # unless another is asked for
 BUDGET = 0.02  # of the largest |out|: a few roundings of bfloat16, which is what P and V enter a product in
 BIG = 256 << 20  # bytes of K and V from which on the bandwidth counts, not the launches
 ROUND_MS = 6
@@ -54,6 +54,7 @@ class Point:
     page_size: int = 0  # 0: in one piece
     seqlen_q: int = 1
     stored: torch.dtype = torch.bfloat16
+    dim: int = DIM
 
     @property
     def name(self) -> str:
@@ -61,6 +62,7 @@ class Point:
         name = f"{self.batch},{self.heads_q},{self.heads_k},{length}"
         name += f", pages of {self.page_size}" if self.page_size else ""
         name += f", Sq {self.seqlen_q}" if self.seqlen_q > 1 else ""
+        name += f", D {self.dim}" if self.dim != DIM else ""
         return name + (", float8" if self.stored == torch.float8_e4m3fn else "")
 
     @property
@@ -72,19 +74,19 @@ class Point:
 
     @property
     def cache_elements(self) -> int:
-        return self.batch * self.seqlen * self.heads_k * DIM
+        return self.batch * self.seqlen * self.heads_k * self.dim
 
     @property
     def bytes_read(self) -> int:
         """Of K and V, those that are before a sequence's end."""
-        return 2 * int(self.lengths.long().sum()) * self.heads_k * DIM * self.stored.itemsize
+        return 2 * int(self.lengths.long().sum()) * self.heads_k * self.dim * self.stored.itemsize
 
     @property
     def providers(self) -> dict[str, Provider]:
         """PyTorch's own have neither lengths, pages, scales nor a mask aligned to the bottom right: beside them stands
         what ours takes without lengths too.
         """
-        plain = self == Point(self.batch, self.heads_q, self.heads_k, self.seqlen)
+        plain = self == Point(self.batch, self.heads_q, self.heads_k, self.seqlen, dim=self.dim)
         return {"flashtile": ours} | ({NO_LENGTHS: without_lengths} | PYTORCH if plain else {}) | LIBRARIES
 
 
@@ -120,7 +122,7 @@ def make_caches(points: list[Point], device: torch.device, least_bytes: int = 0)
 def make_steps(point: Point, caches: Caches, count: int) -> list[Step]:
     """Steps over different slices of the caches, one after the other."""
     device = caches[point.stored][0].device
-    q = torch.randn(point.batch, point.seqlen_q, point.heads_q, DIM, device=device).bfloat16()
+    q = torch.randn(point.batch, point.seqlen_q, point.heads_q, point.dim, device=device).bfloat16()
     settings: dict[str, Any] = {"cache_seqlens": point.lengths.to(device), "causal": point.seqlen_q > 1}
     rows = (point.batch, point.seqlen)
     if point.page_size:
@@ -129,7 +131,7 @@ def make_steps(point: Point, caches: Caches, count: int) -> list[Step]:
     if point.stored == torch.float8_e4m3fn:
         settings |= {f"{x}_descale": torch.linspace(0.5, 1, point.heads_k, device=device) for x in "kv"}
     slices = zip(*(x.split(point.cache_elements)[:count] for x in caches[point.stored]), strict=True)
-    return [Step(q, *(x.view(*rows, point.heads_k, DIM) for x in pair), settings) for pair in slices]
+    return [Step(q, *(x.view(*rows, point.heads_k, point.dim) for x in pair), settings) for pair in slices]
 
 
 def truth(step: Step, b: int) -> Tensor:
@@ -140,7 +142,7 @@ def truth(step: Step, b: int) -> Tensor:
     k, v = (x[at].flatten(0, 1)[:n].double() for x in (step.k, step.v))
     if "k_descale" in settings:
         k, v = (x * settings[name][:, None].double() for x, name in ((k, "k_descale"), (v, "v_descale")))
-    scores = torch.einsum("qhgd,nhd->hgqn", q.unflatten(1, (k.shape[1], -1)), k) / DIM**0.5
+    scores = torch.einsum("qhgd,nhd->hgqn", q.unflatten(1, (k.shape[1], -1)), k) / q.shape[-1] ** 0.5
     if settings["causal"]:
         query, key = torch.arange(len(q), device=q.device)[:, None], torch.arange(n, device=q.device)
         scores = scores.masked_fill(key > query + n - len(q), -torch.inf)
@@ -176,7 +178,7 @@ def naive(step: Step) -> Tensor:
     group = step.q.shape[2] // step.k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in step[:3])
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    return ((q @ k.mT / DIM**0.5).softmax(-1) @ v).transpose(1, 2)
+    return ((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2)
 
 
 def flash_attn_4(step: Step) -> Tensor:
@@ -226,7 +228,7 @@ class FlashInfer:
             room = torch.zeros(256 << 20, dtype=torch.uint8, device=k.device)
             self.decoding = BatchDecodeWithPagedKVCacheWrapper(room, "NHD", use_tensor_cores=True)
             heads, dtypes = (step.q.shape[2], k.shape[2]), {"q_data_type": step.q.dtype, "kv_data_type": k.dtype}
-            self.decoding.plan(*pages_used(step), *heads, DIM, k.shape[1], **dtypes)
+            self.decoding.plan(*pages_used(step), *heads, k.shape[3], k.shape[1], **dtypes)
             self.settings = step.settings
         return self.decoding.run(step.q[:, 0], (k, v))[:, None]
 
@@ -329,10 +331,10 @@ def compile_for(point: Point) -> None:
     ours(make_steps(point, make_caches([point], torch.device("cuda")), 1)[0])
 
 
-def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+def ratios(rows: list[dict[str, Any]], points: list[Point]) -> dict[str, float]:
     """What float8, and four queries, take of a step's time with bfloat16 and one query."""
     us = {row["point"]: row["us"] for row in rows if row["provider"] == "flashtile" and row["us"]}
-    pairs = [(p, replace(p, stored=torch.bfloat16, seqlen_q=1)) for p in POINTS if not p.page_size]
+    pairs = [(p, replace(p, stored=torch.bfloat16, seqlen_q=1)) for p in points if not p.page_size]
     return {f"{a.name} / {b.name}": us[a.name] / us[b.name] for a, b in pairs if a != b and {a.name, b.name} <= set(us)}
 
 
@@ -340,7 +342,8 @@ def save_figure(document: dict[str, Any], path: Path) -> None:
     """The multi-query series and, of caches that are big, the bandwidth."""
     from flashtile.bench.plots import save_decoding  # needs matplotlib, which measuring does not
 
-    lengths = {point.name: point.seqlen for point in MULTI_QUERY}
+    dim = document.get("head_dim", DIM)
+    lengths = {replace(point, dim=dim).name: point.seqlen for point in MULTI_QUERY}
     providers = dict.fromkeys(row["provider"] for row in document["rows"])
     lines: dict[str, dict[int, float]] = {name: {} for name in providers}
     bars: dict[str, dict[str, float]] = {name: {} for name in providers}
@@ -349,19 +352,19 @@ def save_figure(document: dict[str, Any], path: Path) -> None:
             lines[row["provider"]][lengths[row["point"]]] = row["us"]
         if row["us"] and row["bytes_read"] >= BIG:
             bars[row["provider"]][row["point"]] = row["of_copy"]
-    save_decoding(lines, bars, path, f"Decoding on one {document['device']['name']}, bfloat16, head dim {DIM}")
+    save_decoding(lines, bars, path, f"Decoding on one {document['device']['name']}, bfloat16, head dim {dim}")
 
 
-def run(rounds: int) -> dict[str, Any]:
+def run(rounds: int, dim: int) -> dict[str, Any]:
     """The whole document; prints each row as it comes."""
-    device = torch.device("cuda")
+    device, points = torch.device("cuda"), [replace(point, dim=dim) for point in POINTS]
     with ProcessPoolExecutor(8, get_context("spawn")) as helpers:
-        list(helpers.map(compile_for, {replace(point, seqlen=4096, ragged=False) for point in POINTS}))
+        list(helpers.map(compile_for, {replace(point, seqlen=4096, ragged=False) for point in points}))
     copy, l2_bytes = copy_bytes(device), torch.cuda.get_device_properties(device).L2_cache_size
     typer.echo(f"copy: {copy / 1e9:.0f} GB/s")
-    caches = make_caches(POINTS, device, 3 * l2_bytes)
+    caches = make_caches(points, device, 3 * l2_bytes)
     rows = []
-    for point in POINTS:
+    for point in points:
         for row in measure(point, caches, l2_bytes, rounds):
             rows.append(row)
             if row["us"] is None:
@@ -372,15 +375,15 @@ def run(rounds: int) -> dict[str, Any]:
             speed = f"{row['us']:8.1f} us {row['gb_per_s']:5.0f} GB/s {row['of_copy']:.2f} of the copy"
             typer.echo(f"{row['point']:34} {row['provider']:14} {speed}, error {row['relative_error']:.1e}{merge}")
         torch.cuda.empty_cache()  # of the graphs' memory
-    for name, ratio in ratios(rows).items():
+    for name, ratio in ratios(rows, points).items():
         typer.echo(f"{name}: {ratio:.2f}")
     typer.echo(f"at most {torch.cuda.max_memory_reserved() / 1e9:.0f} GB reserved")
-    return {**describe_machine(device), "copy_gb_per_s": copy / 1e9, "rows": rows}
+    return {**describe_machine(device), "head_dim": dim, "copy_gb_per_s": copy / 1e9, "rows": rows}
 
 
-def main(output: Path, plot: Path | None = None, rounds: int = 5, only_plot: bool = False) -> None:
+def main(output: Path, plot: Path | None = None, rounds: int = 5, only_plot: bool = False, head_dim: int = DIM) -> None:
     """Times every point, prints it and writes JSON; with --only-plot draws what the JSON has."""
-    document = json.loads(output.read_text()) if only_plot else run(rounds)
+    document = json.loads(output.read_text()) if only_plot else run(rounds, head_dim)
     if not only_plot:
         atomically(output, lambda temporary: temporary.write_text(json.dumps(document, indent=1)))
     if plot is not None:

@@ -16,6 +16,7 @@ sys.modules["decode_benchmark"] = decode  # where dataclass looks for it
 found.loader.exec_module(decode)
 
 SMALL = [replace(point, batch=min(point.batch, 3), seqlen=512) for point in decode.POINTS]
+SMALL += [replace(point, dim=64) for point in SMALL[:1]]
 
 
 def steps(point, count=1):
@@ -63,7 +64,7 @@ def test_points_have_names_and_ratios_of_their_own():
     names = [point.name for point in decode.POINTS]
     assert len(set(names)) == len(names)
     rows = [{"point": name, "provider": "flashtile", "us": 2.0} for name in names]
-    assert list(decode.ratios(rows)) == [
+    assert list(decode.ratios(rows, decode.POINTS)) == [
         "8,32,8,32768, Sq 4 / 8,32,8,32768",
         "8,32,8,32768, float8 / 8,32,8,32768",
         "64,32,8,1024…65536, float8 / 64,32,8,1024…65536",
