@@ -116,15 +116,17 @@ def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q, stored
     ids=["64, 16 rows", "64, 32 rows", "128, 16 rows", "128, 32 rows", "256"],
 )  # fmt: skip
 @pytest.mark.parametrize("load", decode_config.LOADS)
-def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, dim, heads_q, arch, monkeypatch):
+@pytest.mark.parametrize("page_size", [0, 256], ids=["in one piece", "pages of 256"])
+def test_decode_tiles_of_every_head_dim_compile_fit_and_do_not_spill(page_size, load, dim, heads_q, arch, monkeypatch):
     monkeypatch.setattr(decode_config, "load_of", lambda *_: load)
-    page_size = 16 if load == "scattered" else 0
+    page_size = 16 if load == "scattered" else page_size
     case = spec((1, 32768), (heads_q, 8), (dim, dim), BF16, batch=8)
     for usage, _ in compile_cached(*cached_call(case, BF16, page_size), arch):
         assert usage.shared <= SHARED_MEMORY[arch], usage
         assert not usage.spills, usage
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
     ("load", "batch", "heads_k", "capacity", "page_size"),
     [("short", 1, 8, 1024, 16), ("scattered", 8, 8, 32768, 16), ("few", 8, 8, 32768, 0), ("many", 8, 8, 32768, 64),
@@ -132,12 +134,17 @@ def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, dim, head
      ("even", 64, 8, 4096, 64), ("many", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0), ("one", 16, 8, 1024, 0),
      ("many", 16, 8, 1024, 64), ("few", 16, 8, 2048, 0), ("two", 160, 8, 1024, 0), ("two", 320, 1, 1024, 64)],
 )  # fmt: skip
-def test_loads_of_caches_with_lengths(load, batch, heads_k, capacity, page_size):
-    """By tasks, and bytes: of heads of 64 keys may be twice as many, and pages hold twice as many."""
+def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, heads_k, capacity, page_size, arch):
+    """Loads are by tasks, and bytes: of heads of 64 keys may be twice as many, and pages hold twice as many. Where
+    lengths are on the device all but those of whole tasks are merged."""
     for dim, times in ((128, 1), (64, 2)):
         case = spec((1, capacity * times), (32, heads_k), (dim, dim), BF16, batch=batch)
-        call, _ = cached_call(case, BF16, page_size * times)
+        call, q = cached_call(case, BF16, page_size * times)
         assert decode_config.load_of(call, 132) == load
+        assert decode_launch.decode_spec(call, 0, arch, 132).merges == (load not in decode_config.ROUND)
+        for usage, _ in compile_cached(call, q, arch):
+            assert usage.shared <= SHARED_MEMORY[arch], usage
+            assert not usage.spills, usage
 
 
 @pytest.mark.parametrize("tile_n", [8, 512])

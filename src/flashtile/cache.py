@@ -56,6 +56,11 @@ class Cache:
         """Keys of a page; 0: not in pages."""
         return 0 if self.block_table is None else self.k.shape[1]
 
+    @property
+    def alike(self) -> bool:
+        """Whether all sequences are known to have as many keys, without a look at the device."""
+        return self.seqlens is None and self.leftpad is None
+
     def spans(self, batch: int) -> tuple[Tensor, Tensor]:
         """first and end of the keys of each sequence, (B,) int64 each."""
         device = self.k.device

@@ -46,19 +46,23 @@ class Tiles:
         return f"{self.tile_m}x{self.tile_n}, {self.num_warps} warps, {self.num_stages} stages"
 
 
+def padded_dim(spec: AttentionSpec) -> int:
+    """64, 128 or 256: the power of two that holds D and Dv."""
+    return max(64, 1 << (max(spec.head_dim, spec.head_dim_v) - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class Key:
     """What the best tiles depend on: the kernel, bytes per element, the head dim's tile, and a window's loops."""
 
     role: Role
     itemsize: int
-    dim: int  # 64, 128 or 256: the power of two that holds D and Dv
+    dim: int  # see padded_dim
     windowed: bool
 
     @staticmethod
     def of(role: Role, spec: AttentionSpec) -> Key:
-        dim = max(64, 1 << (max(spec.head_dim, spec.head_dim_v) - 1).bit_length())
-        return Key(role, spec.dtype.itemsize, dim, spec.window_left >= 0 or spec.window_right >= 0)
+        return Key(role, spec.dtype.itemsize, padded_dim(spec), spec.window_left >= 0 or spec.window_right >= 0)
 
     def __str__(self) -> str:
         return f"{self.role}/{8 * self.itemsize}-bit/D{self.dim}/{'windowed' if self.windowed else 'full'}"

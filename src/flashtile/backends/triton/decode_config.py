@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...cache import CachedCall
 from ...spec import AttentionSpec
-from .config import table_of
+from .config import padded_dim, table_of
 
 MOST_KEYS = 256  # of a block: places in it are 32-bit numbers, which limits how far apart keys may lie
 
@@ -82,11 +82,6 @@ MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
 
-def padded_dim(spec: AttentionSpec) -> int:
-    """64, 128 or 256: the power of two that holds D and Dv."""
-    return max(64, 1 << (max(spec.head_dim, spec.head_dim_v) - 1).bit_length())
-
-
 def bytes_of_a_task(call: CachedCall) -> int:
     """K and V of one head and sequence, by the cache's capacity."""
     of = call.spec
@@ -113,15 +108,15 @@ def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
 
 
 def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
-    """How many programs of a multiprocessor have a task each, if that is better than equal shares, as nothing is merged
-    and no sequence looked for: where they run in one round, most of it used, or in so many that their ends do not
-    count.
+    """The load in which programs have a task each, by how many of them a multiprocessor has, if that is better than
+    equal shares, as nothing is merged and no sequence looked for: where they run in one round, most of it used, or
+    in so many that their ends do not count. None if not.
 
     Lengths on the device may leave some of them little to do. Then only one program of a multiprocessor makes up for
-    that, as a program alone reads much faster, or many rounds, if no sequence is long.
+    that, as a program alone reads much faster, or many rounds, or so many sequences that to look for one takes longer;
+    if none is long.
     """
-    tasks, size, cache = tasks_of(call.spec), bytes_of_a_task(call), call.cache
-    alike = cache.seqlens is None and cache.leftpad is None
+    tasks, size, alike = tasks_of(call.spec), bytes_of_a_task(call), call.cache.alike
     if size >= LONG or not (alike or size <= UNEVEN):
         return None
     for load, programs in ROUND.items():
@@ -157,8 +152,8 @@ Table = dict[Key, DecodeTiles]
 Loads = dict[str, DecodeTiles]
 
 
-def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | Loads, ...]]) -> Table:
-    """A table from (itemsize, dim): tiles, or those for 16, 32 and 64 rows, or of these those for each load."""
+def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTiles | Loads, ...]]) -> Table:
+    """A table from (itemsize, dim): tiles, or those for 16, 32 and 64 rows; of either, those for each load."""
     table: Table = {}
     for key, tiles in rows.items():
         for n, of_rows in zip(ROWS, tiles if isinstance(tiles, tuple) else (tiles,) * len(ROWS), strict=True):
@@ -188,11 +183,11 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | Load
 #   at 12,32,8,1024, 30.3 to 28.2 at 12,32,8,2048, 19.4 to 19.1 at 16,32,8,1024 by 8 warps for 4; two 30.3 to 27.4 at
 #   24,32,8,1024; four 53.1 to 49.3 at 48,32,8,1024, 62.4 to 58.0 at 56; eight, of one warp, which meets none, 124.9 to
 #   123.0 at 128,32,8,1024, 95.2 to 94.1 at 96, 114.9 to 108.6 at 112, 182.9 to 181.6 at 96,32,8,2048. In rounds of two,
-#   200 to 512 sequences of 1k, -2 to -6 %, of 2k -1 to -3 %, but 160 of 1k and 2k +4 %. A round less than three fifths
-#   full is slower: two at 18,32,8,2048 42.1 to 46.0 us. From 4k keys on shares are 1 to 3 % faster in many rounds. With
-#   lengths: one at 16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to 15.7, at 12 and 14 -12 and -15 %,
-#   ragged +5 and +7 %; two in many rounds 195.5 to 190.5 us at 200 of 1k, up to 1k -1.5 to -5 %; four at 64,32,8,1024
-#   66.3 to 64.1, but up to 1k 42.3 to 43.6, at 32 24.8 to 31.7.
+#   136 to 512 sequences of 1k -6 to +1.5 %, but 160 +4 and +5 %, of 2k -3 to -1 %, but 160 +4 %. A round less than
+#   three fifths full is slower: two at 18,32,8,2048 42.1 to 46.0 us. In many rounds of 4k keys shares are 0 to 6 %
+#   faster. With lengths: one at 16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to 15.7, at 12 and 14 -12 and
+#   -15 %, ragged +5 and +7 %; two in many rounds 195.5 to 190.5 us at 200 of 1k, up to 1k -0.5 to -5 %; four at
+#   64,32,8,1024 66.3 to 64.1, but up to 1k 42.3 to 43.6, at 32 24.8 to 31.7.
 #   32 rows: two 49.0 to 35.9 us at 240,32,1,1024, 75.8 to 66.0 at 400, 138 to 119 at 800; with lengths 76.8 to 69.0 at
 #   400 and, up to 1k, 52.2 to 42.5, at 1600 sequences, among which each share looks for its own, 353 to 206.
 # - (2, 64) and (2, 256), blocks of as many bytes, against the tiles of before, one for all loads, without lengths
@@ -200,13 +195,14 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | tuple[DecodeTiles | Load
 #   10.9, 30.4 to 26.5, 66.4 to 63.5 at 16, 48, 128 sequences of 1k; 64,32,8,4096 in pages of 16, scattered, 140.8 to
 #   128.5; 32 rows 33.5 to 24.2 at 240,32,1,1024, 97.6 to 61.6 at 800. D 256 short 13.0 to 7.7 at 1,32,8,1024, few 477
 #   to 470 at 8,32,8,32768, one 38.0 to 34.3, two 55.7 to 52.0, and 381 to 388 in many rounds of 200 sequences. There
-#   few have 8 warps, as 4, which are as fast, spill by triton 3.9, and four are few: 16 keys on 2 warps spill so too,
-#   and whole tasks take 191 us for 179 at 400,32,1,1024.
+#   few have 8 warps, as 4, which are as fast, spill by triton 3.9, and four are few, in shares: 16 keys on 2 warps
+#   spill so too, and whole tasks on the tiles of few take 96.6 us for 96.3 at 48,32,8,1024, and at 400,32,1,1024, where
+#   shares of them have not been timed, 191 for 179 before.
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
-#   of 256, 164 to 180 in pages of 16, where 16 keys on one warp took 149: no row. Whole tasks of theirs are 0 to 19 %
-#   slower than shares (decode_whole_tasks).
+#   of 256, 164 to 180 in pages of 16, where 16 keys on one warp took 149: no row. Whole tasks of theirs take -3 to
+#   +18 % against shares (decode_whole_tasks).
 # - (2, 128), 16 and 32 rows: short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1
 #   us to 14.6 at 1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
 # - (2, 128), 16 rows, where each key of a block looks up its page: 32 keys, 2 warps, 3 stages, 4 programs take 247.1 us
@@ -236,10 +232,8 @@ SM_90 = _table({
         _by_load(128, ("scattered", "even"), ("eight",)), DecodeTiles(64, 8, 6, 1, 4),
     ),
     (2, 128): (_by_load(64), _by_load(64, ("scattered", "even"), ("four", "eight")), DecodeTiles(64, 8, 4, 1, 4)),
-    (2, 256): (
-        _by_load(32, ("scattered", "even"), ("eight",),
-                **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
-    ) * len(ROWS),
+    (2, 256): _by_load(32, ("scattered", "even"), ("eight",),
+                       **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
     (4, 256): DecodeTiles(16, 8, 4, 1, 16),

@@ -69,10 +69,11 @@ class DecodeSpec(NamedTuple):
 
 
 def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: int) -> DecodeSpec:
-    """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once.
+    """The launch of a call: num_splits programs for each task, or with 0 as many as the multiprocessors run at once or,
+    where tiles say so, one for each task.
 
-    Where there are no lengths a merge that would find nothing is left out, and the search for a share's sequence: of
-    64,32,8,1024 that is 1.6 us of 68.4, of 16,32,8,1024 1.3 of 21.0, of 64,32,8,4096 0.9 of 245.1.
+    Where there are no lengths a merge that would find nothing is left out of shares too, and the search for a share's
+    sequence: of 64,32,8,4096 that is 0.9 us of 245.1.
     """
     of, cache, tiles = call.spec, call.cache, choose(call, arch, multiprocessors, num_splits)
     of_sequence = tasks_of_sequence(of)
@@ -87,8 +88,7 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     of_a_line = whole.tasks // width
     shares = min(shares_for(of_a_line, most // width), most_of_a_task * of_a_line)
     shared = whole._replace(programs=shares * width, width=width)
-    alike = cache.seqlens is None and cache.leftpad is None
-    if alike and of_a_line % shares == 0:  # as many whole tasks for each
+    if cache.alike and of_a_line % shares == 0:  # as many whole tasks for each
         return whole if shares == of_a_line else shared._replace(least=1)
     return shared._replace(merges=True)
 
