@@ -14,23 +14,13 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
 
+from flashtile.backends.compiler import ELEMENTS, compiled_for, target_of
 from flashtile.backends.launcher import Launcher
 from flashtile.backends.triton.config import choose
 from flashtile.backends.triton.launch import Kernel
 from flashtile.spec import AttentionSpec
-
-POINTERS = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
 
 
 @dataclass(frozen=True)
@@ -46,58 +36,29 @@ class Usage:
         return bool(self.stack)
 
 
-def target_of(arch: str) -> GPUTarget:
-    """The compiler's name for "sm_90", "gfx942" ..."""
-    if arch.startswith("sm_"):
-        return GPUTarget("cuda", int(arch[3:]), 32)
-    return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
-
-
 def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Tensor | None) -> tuple[Usage, object]:
     """Compiles what a call with these tensors would run on `arch`; returns its usage and Triton's object."""
     tiles = choose(kernel.role, spec, arch)
     launch = kernel.describe(spec, tiles, *tensors)
-    names = kernel.fn.arg_names
-    values = [*tensors, *launch.arguments]
-    assert len(names) == len(values), f"{kernel.fn.__name__}: {len(names)} parameters, {len(values)} arguments"
-    signature, constants, attributes = {}, {}, {}
-    for index, (name, value, parameter) in enumerate(zip(names, values, kernel.fn.params, strict=True)):
-        free = parameter.do_not_specialize
-        if isinstance(value, Tensor):
-            signature[name] = POINTERS[value.dtype]
-        elif value is None or name in launch.constants or (isinstance(value, int) and value == 1 and not free):
-            signature[name] = "constexpr"
-            constants[name] = value
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, Tensor) or (signature[name] == "i32" and value % 16 == 0 and not free):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel.fn, signature, constants, attributes)
-    compiled = triton.compile(source, target=target_of(arch), options=tiles.options)
+    assert launch.constants.keys() <= set(kernel.fn.arg_names)
+    compiled = compiled_for(kernel.fn, (*tensors, *launch.arguments), tiles.options, arch)
     return _usage(compiled, arch), compiled
 
 
 def compile_launch(launcher: Launcher, spec: object, arch: str, *tensors: Tensor | None) -> tuple[Usage, object]:
     """Compiles what a launcher would prepare for these tensors on `arch`; returns its usage and Triton's object."""
+    fn, arguments, options = launch_for(launcher, spec, *tensors)
+    compiled = compiled_for(fn, arguments, options, arch)
+    return _usage(compiled, arch), compiled
+
+
+def launch_for(launcher: Launcher, spec: object, *tensors: Tensor | None) -> tuple[Any, tuple, dict[str, Any]]:
+    """The kernel, arguments and options of what a launcher prepares for these tensors."""
     seen = []
     with mock.patch.object(sys.modules[type(launcher).__module__], "prepared", lambda *args: seen.append(args)):
         launcher.prepare(spec, tensors)
     ((fn, _, _, arguments, _, options, *_),) = seen
-    signature, constants, attributes = {}, {}, {}
-    for index, (parameter, value) in enumerate(zip(fn.params, arguments, strict=True)):
-        special = isinstance(value, int) and not parameter.do_not_specialize
-        if isinstance(value, Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-        elif parameter.is_constexpr or value is None or (special and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, Tensor) or (signature[parameter.name] == "i32" and special and value % 16 == 0):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn, signature, constants, attributes)
-    compiled = triton.compile(source, target=target_of(arch), options=options)
-    return _usage(compiled, arch), compiled
+    return fn, arguments, options
 
 
 def _usage(compiled: object, arch: str) -> Usage:
@@ -142,7 +103,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         queries = config.choose_queries(spec)
         dout = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, device="meta")
         of_queries = backward_apart_launch.query_scalars(spec, queries, 100, dout, None)
-        element, pieces = POINTERS[spec.dtype], {"pieces_ptr": "*fp32"}
+        element, pieces = f"*{ELEMENTS[spec.dtype]}", {"pieces_ptr": "*fp32"}
         numbers = {"out_ptr": element, "dout_ptr": element, "lse_ptr": "*fp32", "dlse_ptr": None, "rows_ptr": "*fp32"}
         numbers |= pieces
         query_boxes = backward_apart_launch.query_boxes(queries)
@@ -152,7 +113,7 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         ]
     sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"
     ranks = "*i16" if spec.deterministic else None
-    others |= {"sums_desc": sums, "pieces_ptr": POINTERS[spec.dtype], "added_ptr": "*i32", "ranks_ptr": ranks}
+    others |= {"sums_desc": sums, "pieces_ptr": f"*{ELEMENTS[spec.dtype]}", "added_ptr": "*i32", "ranks_ptr": ranks}
     return [_compile_gluon(backward_kernel, spec, boxes, others, "*i32", scalars, tiles.earlier_ptxas)]
 
 
@@ -165,7 +126,7 @@ def _compile_gluon(
 
     from flashtile.backends.hopper import launch, ptxas
 
-    element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[spec.dtype]
+    element = ELEMENTS[spec.dtype]
     signature, constants = {}, {}
     for name, box in zip(kernel.arg_names, boxes, strict=False):
         signature[name] = f"tensordesc<{element}{[1, *box]},{launch.layout(box, spec.dtype)!r}>"

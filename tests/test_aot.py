@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from aot import (
     compile_kernel,
     compile_launch,
     kernels_and_tensors,
+    launch_for,
     loops_with_products,
     machine_code,
     overwritten_operands,
@@ -26,6 +28,7 @@ from aot import (
 )
 from cases import BF16, FLOAT, spec
 
+from flashtile.backends.compiler import described, target_of
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.hopper import ptxas
 from flashtile.backends.triton import config, decode_config, decode_launch
@@ -75,6 +78,12 @@ def cached_call(case, stored, page_size, terms=False):
 
 def compile_cached(call, q, arch, num_splits=0):
     """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
+    for launcher, launched, tensors in cached_launches(call, q, arch, num_splits):
+        yield compile_launch(launcher, launched, arch, *tensors)
+
+
+def cached_launches(call, q, arch, num_splits=0):
+    """The launcher of each such kernel, what it prepares a launch for, and its tensors."""
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
     slots, rows = 2 * spec.programs, decode_config.tile_m(of)
@@ -91,8 +100,7 @@ def compile_cached(call, q, arch, num_splits=0):
         (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, q)),
         (decode_launch.MERGE, spec, (*parts, *lengths, out, lse)),
     ]
-    for launcher, described, tensors in launches if spec.merges else launches[:2]:
-        yield compile_launch(launcher, described, arch, *tensors)
+    return launches if spec.merges else launches[:2]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -267,6 +275,55 @@ def test_every_feature_of_a_cached_call_at_once_compiles(arch, page_size, num_sp
     stored = torch.float16 if arch == "sm_80" else FP8
     call, q = cached_call(case, stored, page_size, terms=True)
     assert len(list(compile_cached(call, q, arch, num_splits))) == 3 - num_splits
+
+
+def launches_of_the_portable_kernels():
+    case = spec((1000, 777), (6, 2), (80, 48), torch.float16, scale=-0.3, **FEATURES)
+    for arch in ("sm_90", "gfx942"):
+        for kernel, tensors in kernels_and_tensors(case, arch).values():
+            launch = kernel.describe(case, config.choose(kernel.role, case, arch), *tensors)
+            yield kernel.fn, (*tensors, *launch.arguments), arch
+    yield kernel.fn, (*(x if x is None else odd(x) for x in tensors), *launch.arguments), arch
+
+
+def launches_of_kernels_over_a_cache():
+    call, q = cached_call(spec((1, 1 << 15), (32, 8), (128, 128), BF16, right=0), FP8, page_size=16)
+    for launcher, launched, tensors in cached_launches(call, q, "gfx942"):
+        fn, arguments, _ = launch_for(launcher, launched, *tensors)
+        yield fn, arguments, "gfx942"
+
+
+def launches_of_hopper_kernels():
+    from flashtile.backends.hopper.launch import FORWARD
+
+    case = spec((1000, 777), (6, 2), (128, 128), BF16)
+    q, k = (torch.zeros(case.batch, n, heads, 128, dtype=BF16) for n, heads in ((1000, 6), (777, 2)))
+    with mock.patch("flashtile.backends.hopper.launch.programs_on", return_value=132):
+        fn, arguments, _ = launch_for(FORWARD, case, q, k, k, q, torch.zeros(case.batch, 6, 1000))
+    yield fn, arguments, "sm_90"
+
+
+def odd(x):
+    """The same where no address is a multiple of 16, in memory of more than 2 GB."""
+    memory = torch.empty((1 << 32) // x.dtype.itemsize, dtype=x.dtype, device="meta")
+    return memory[1:].as_strided(x.shape, x.stride())
+
+
+@pytest.mark.parametrize(
+    "launches", [launches_of_the_portable_kernels, launches_of_kernels_over_a_cache, launches_of_hopper_kernels]
+)
+def test_a_kernel_is_compiled_for_what_triton_itself_makes_of_its_arguments(launches):
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    for fn, arguments, arch in launches():
+        backend = make_backend(target_of(arch))
+        bound, found, _ = create_function_from_signature(fn.signature, fn.params, backend)(*arguments)
+        _, signature, constants, attributes = fn._pack_args(backend, {}, bound, found, {})
+        source = described(fn, arguments, arch).source
+        assert source.signature == signature
+        assert source.constants == constants
+        assert source.attrs == {at: promised for at, promised in attributes.items() if promised}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -19,6 +22,7 @@ from flashtile import flash_attn_func  # noqa: E402
 from flashtile.backends import launcher  # noqa: E402
 
 MAP = 128  # bytes of a tensor map
+MOST_SHARED = 2000  # bytes of a multiprocessor's shared memory
 ATTRIBUTE = 72  # of a launch attribute: four of its number, four of padding, 64 of its value
 SIGNATURE = {
     "q_desc": "tensordesc<bf16[1, 64, 1, 128],...>", "dlse_ptr": "constexpr", "lse_ptr": "*fp32", "table_ptr": "*i64",
@@ -31,6 +35,31 @@ class Driver:
 
     def __init__(self, sizes):
         self.function_sizes, self.launches, self.attributes, self.status, self.context = sizes, [], [], 0, 1000
+        self.shared_bytes, self.load_status = None, 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        assert (attribute, device.value) == (97, 13)  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        value._obj.value = MOST_SHARED
+        return 0
+
+    def cuModuleLoadData(self, module, binary):
+        if self.context is None:
+            return 201
+        module._obj.value = {b"cubin": 12}[binary]
+        return self.load_status
+
+    def cuModuleGetFunction(self, function, module, name):
+        function._obj.value = {(12, b"kernel"): 1234}[module.value, name]
+        return 0
+
+    def cuFuncSetCacheConfig(self, function, preferred):
+        assert (function.value, preferred) == (1234, 1)  # CU_FUNC_CACHE_PREFER_SHARED
+        return 0
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        assert (function.value, attribute) == (1234, 8)  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.shared_bytes = value
+        return 0
 
     def cuTensorMapEncodeTiled(self, tensor_map, kind, rank, address, shape, strides, box, steps, *modes):
         words = (address.value, kind, *shape, *strides[: rank - 1], *box)
@@ -83,8 +112,6 @@ def arguments():
     return descriptor, None, torch.zeros(5), torch.arange(7), 300, 1 << 40, 0.125, 1
 
 
-# of a name, a binary, bytes of shared memory and a device
-FUNCTIONS = {("kernel", b"cubin", shared, 3): 1234 for shared in (1000, 1001)}
 SIZES = [MAP, *[4] * 4, *[8] * 4, 8, 8, 4, 8, 4, 8, 8]
 
 
@@ -106,19 +133,10 @@ def compiled():
     )  # fmt: skip
 
 
-def loaded(name, binary, shared, device):
-    """(module, function, registers, spills, threads at most)."""
-    return 0, FUNCTIONS[name, binary, shared, device], 0, 0, 0
-
-
-def launch_of(monkeypatch, driver, compiled, arguments, load_binary=loaded, **options):
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": {3: 2000}[device]}, load_binary=load_binary
-    )
-    active = SimpleNamespace(get_current_stream=lambda device: 77 + device, utils=utils)
+def launch_of(monkeypatch, driver, compiled, arguments, **options):
     monkeypatch.setattr(launcher, "_driver", lambda: driver)
-    monkeypatch.setattr(launcher.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77 + device, raising=False)
     device = torch.device("cuda", 3)
     return launcher.on_current_stream(launcher.launch_of(compiled, device, 132, arguments, 3, **options), device)
 
@@ -176,8 +194,8 @@ def test_a_program_that_is_to_be_alone_leaves_no_shared_memory_for_another(
 
 @pytest.mark.parametrize(
     ("sizes", "changes"),
-    [(SIZES[:-1], {}), (SIZES, {"global_scratch_size": 64}), (SIZES, {"num_ctas": 2}), (SIZES, {"shared": 2001}),
-     (None, {})],
+    [(SIZES[:-1], {}), (SIZES, {"global_scratch_size": 64}), (SIZES, {"num_ctas": 2}),
+     (SIZES, {"shared": MOST_SHARED + 1}), (None, {})],
     ids=["other parameters", "scratch memory", "clusters", "more shared memory than there is", "no driver"],
 )  # fmt: skip
 def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compiled, arguments, sizes, changes):
@@ -195,12 +213,27 @@ def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compi
     assert others[1:] == list(arguments[3:])
 
 
-def test_a_triton_that_loads_otherwise_launches_by_itself(monkeypatch, compiled, arguments):
+@pytest.mark.parametrize(("shared", "asked"), [(48 << 10, None), (100 << 10, 100 << 10)])
+def test_a_kernel_may_have_more_shared_memory_than_every_function(monkeypatch, compiled, arguments, shared, asked):
+    monkeypatch.setitem(globals(), "MOST_SHARED", 200 << 10)
+    compiled.metadata.shared = shared
     driver = Driver(SIZES)
-    run = launch_of(monkeypatch, driver, compiled, arguments, load_binary=lambda name, binary: 1234)
-    run(arguments[0].base, None, arguments[2])
-    assert len(compiled.calls) == 1
-    assert driver.launches == []
+    launch_of(monkeypatch, driver, compiled, arguments)
+    assert driver.shared_bytes == asked
+
+
+def test_a_thread_may_load_a_kernel_before_it_has_a_context(monkeypatch, compiled, arguments):
+    driver = Driver(SIZES)
+    driver.context = None
+    launch_of(monkeypatch, driver, compiled, arguments)
+    assert driver.context == 100 * (10 + 3)
+
+
+def test_a_kernel_that_cannot_be_loaded_says_so(monkeypatch, compiled, arguments):
+    driver = Driver(SIZES)
+    driver.load_status = 200
+    with pytest.raises(RuntimeError, match="kernel: loading it: error 200, out of luck"):
+        launch_of(monkeypatch, driver, compiled, arguments)
 
 
 def test_the_first_launch_of_a_thread_makes_the_context_current(monkeypatch, compiled, arguments):
@@ -248,6 +281,26 @@ def test_no_tensor_of_the_first_call_is_kept(monkeypatch, compiled, arguments):
         del q, descriptor
         assert gone() is None
         assert callable(run)
+
+
+FIRST_CALLS = """
+import torch
+from flashtile import flash_attn_func, flash_attn_with_kvcache
+q = torch.randn(1, 2048, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+for backend in ("hopper", "triton"):
+    flash_attn_func(q, q, q, backend=backend).sum().backward()
+with torch.no_grad():
+    flash_attn_with_kvcache(q[:, :1], q.detach().clone(), q.detach().clone(), q[:, :1], q[:, :1], cache_seqlens=1000)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_first_calls_need_no_c_compiler(tmp_path):
+    failing = {**os.environ, "CC": "false", "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", FIRST_CALLS], check=True, env=failing)
+    assert not list(tmp_path.rglob("*.so"))
 
 
 @pytest.mark.gpu

@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from ..arch import arch_of
 from ..spec import AttentionSpec
 from . import Backward, Forward
+from .compiler import compiled_for, lies_near
 
 Run = Callable[..., None]
 """run(*tensors): launches on the current stream of the tensors' device."""
@@ -42,6 +41,9 @@ _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensor
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6  # CUlaunchAttributeID
 _NO_INTERLEAVE, _PROMOTE_TO_128_BYTES, _ZEROS_OUTSIDE = 0, 2, 0
+_MOST_SHARED_BYTES = 97  # CUdevice_attribute: of a program that asks for them
+_SHARED_BYTES_UNASKED = 48 << 10
+_PREFER_SHARED, _DYNAMIC_SHARED_BYTES = 1, 8  # CUfunc_cache, CUfunction_attribute
 
 
 class _Attribute(ctypes.Structure):
@@ -80,6 +82,8 @@ class Launcher(ABC):
         """
         device = outputs[0].device
         key = (spec, device, *[x if x is None else (x.dtype, x.stride(), x.data_ptr() & 15) for x in inputs])
+        if torch.version.hip:
+            key += tuple(x is None or lies_near(x) for x in inputs)
         run = self._runs.get(key)
         if run is None:
             if len(self._runs) >= MAX_REMEMBERED:
@@ -157,7 +161,7 @@ def on_current_stream(launch: StreamLaunch, device: torch.device) -> Run:
     """`launch` with `device` made current, if it is not, on its current stream."""
     if device.type == "cpu":
         return functools.partial(launch, 0)
-    index, stream_of = device.index, triton.runtime.driver.active.get_current_stream
+    index, stream_of = device.index, torch._C._cuda_getCurrentRawStream
 
     def run(*tensors: Tensor | None) -> None:
         if torch._C._cuda_getDevice() == index:  # what torch.cuda.current_device asks where CUDA is initialized
@@ -178,33 +182,9 @@ def prepared(
     if device.type == "cpu":  # the interpreter compiles nothing
         others = arguments[moving:]
         return lambda stream, *tensors: fn[(grid,)](*tensors, *others, **options)
-    _get_ready()
-    with _without_collection():
-        compiled = fn.warmup(*arguments, grid=(grid,), **options)
-    return launch_of(compiled, device, grid, arguments, moving, alone)
-
-
-@functools.cache
-def _get_ready() -> None:
-    """What Triton does in a process before it compiles first, at once and not one after the other: it hashes its own
-    code, a part of the key in its cache, and has a C compiler make what calls the driver, if not in its cache. A later
-    Triton may hash elsewhere, and then in its own time."""
-    with ThreadPoolExecutor(1) as beside:
-        beside.submit(getattr(triton.runtime.cache, "triton_key", lambda: None))
-        triton.runtime.driver.active.get_current_device()
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Within, Python does not look for garbage in cycles, if it did before: 2 to 5 % of the time to compile a
-    Hopper kernel, most of whose objects stay until it has ended."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    arch = arch_of(device)
+    assert arch is not None, "a tensor on a GPU, and no GPU"
+    return launch_of(compiled_for(fn, arguments, options, arch), device, grid, arguments, moving, alone)
 
 
 def launch_of(
@@ -217,7 +197,7 @@ def launch_of(
     other fits beside it on a multiprocessor, if the launch goes straight through the driver.
     """
     driver = _driver()
-    if driver is not None and _is_plain(compiled.metadata) and (loaded := _loaded(compiled, device.index, alone)):
+    if driver is not None and (loaded := _loaded(compiled, driver, device.index, alone)):
         function, shared = loaded
         parameters = Parameters(driver, compiled.src.signature, arguments, moving)
         if parameters.sizes == _sizes(driver, function):
@@ -232,24 +212,33 @@ def _is_plain(metadata: Any) -> bool:
 
 
 @functools.cache
-def _loaded(compiled: Any, device_index: int, alone: bool) -> tuple[int, int] | None:
-    """The function of a kernel, loaded as Triton loads it, but for the launcher that 3.6 has a C compiler make first;
-    and the bytes of shared memory to launch it with.
-
-    None of a kernel that wants more shared memory than there is, which Triton says when it is to load it, and where a
-    later Triton loads otherwise.
+def _loaded(compiled: Any, driver: ctypes.CDLL, device_index: int, alone: bool) -> tuple[int, int] | None:
+    """The function of a kernel, and the bytes of shared memory to launch it with; Triton would load it by what a C
+    compiler makes first. None of a kernel whose launch is not plain, or that wants more shared memory than there is:
+    Triton says so.
     """
-    shared, utils = compiled.metadata.shared, triton.runtime.driver.active.utils
-    try:
-        most = utils.get_device_properties(device_index)["max_shared_mem"]
-        if shared > most:
-            return None
-        if alone:
-            shared = max(shared, most // 2 + 1)
-        _, function, *_ = utils.load_binary(compiled.name, compiled.kernel, shared, device_index)
-    except (AttributeError, LookupError, TypeError, ValueError):
+    if not _is_plain(compiled.metadata):
         return None
-    return function, shared
+    device, most, shared = ctypes.c_int(), ctypes.c_int(), compiled.metadata.shared
+    driver.cuDeviceGet(ctypes.byref(device), device_index)
+    driver.cuDeviceGetAttribute(ctypes.byref(most), _MOST_SHARED_BYTES, device)
+    if shared > most.value:
+        return None
+    if alone:
+        shared = max(shared, most.value // 2 + 1)
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    status = driver.cuModuleLoadData(ctypes.byref(module), compiled.kernel)
+    if status == _NO_CONTEXT:
+        _make_current(driver, device_index)
+        status = driver.cuModuleLoadData(ctypes.byref(module), compiled.kernel)
+    status = status or driver.cuModuleGetFunction(ctypes.byref(function), module, compiled.name.encode())
+    if shared > _SHARED_BYTES_UNASKED:
+        status = status or driver.cuFuncSetCacheConfig(function, _PREFER_SHARED)
+        status = status or driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared)
+    if status:
+        raise RuntimeError(f"{compiled.name}: loading it: {_message(driver, status)}")
+    assert function.value is not None
+    return function.value, shared
 
 
 def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> StreamLaunch:
