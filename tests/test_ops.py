@@ -192,12 +192,13 @@ def test_cuda_graph_capture_replays_on_new_data():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_several_gpus_in_one_process():
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=pytest.mark.hopper)])
+def test_several_gpus_in_one_process(backend):
     case = spec((100, 100), (2, 2), (64, 64), HALF, right=0)
     inputs = make_inputs(case, "cuda:0")
-    first = gradients(attend(case, "triton"), inputs)
+    first = gradients(attend(case, backend), inputs)
     there = type(inputs)(*(x.to("cuda:1") for x in inputs))
-    second = gradients(attend(case, "triton"), there)
+    second = gradients(attend(case, backend), there)
     assert all(x.device.index == 1 for x in second)
     torch.testing.assert_close([x.cpu() for x in second], [x.cpu() for x in first], **same)
 

@@ -40,8 +40,8 @@ from .backward_problem import (
     first_step,
     keep,
     load_loop,
-    mask,
     over_parts,
+    past_the_end,
     probabilities,
     row_numbers,
     store_piece,
@@ -109,14 +109,14 @@ def keys_buffer(dq_ring, desc):
 @gluon.jit
 def probabilities_and_ds(
     p, warpgroup: gl.constexpr, part: gl.constexpr, BEHIND: gl.constexpr, s, dp, dv, has, position, to_mask, entry, row,
-    q_ring, dout_ring, ds_ring, shifts, deltas, s_layout: gl.constexpr, p_layout: gl.constexpr,
+    past_end, q_ring, dout_ring, ds_ring, shifts, deltas, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Lines 11 and 14: P^T and dS^T of one part of a step, in the dtype of q, dS^T also in its ring. With two parts
     also line 12, as soon as P is there. BEHIND: products issued after dP, S of the last part, or dK of the first."""
     s = warpgroup_mma_wait(len(dv) + BEHIND, deps=(s,))  # dP is as many products as dV
-    probs, capped = probabilities(p, s, part, shifts, q_ring, position, s_layout)
-    if to_mask:
-        probs = mask(p, probs, entry, warpgroup * KEYS, row + part * QUERIES)
+    probs, capped = probabilities(
+        p, s, part, shifts, q_ring, position, to_mask, entry, warpgroup * KEYS, row, past_end, s_layout
+    )  # fmt: skip
     DTYPE: gl.constexpr = dout_ring.memory.dtype
     if p.PARTS == 2:
         left = gl.convert_layout(probs.to(DTYPE), p_layout)
@@ -148,7 +148,7 @@ def last_dq(
 
 @gluon.jit
 def step_of_diagonal(
-    p, warpgroup: gl.constexpr, k, v, dk, dv, has, position, tile, tile_before, before, entry, row,
+    p, warpgroup: gl.constexpr, k, v, dk, dv, has, position, tile, tile_before, before, entry, row, past_end,
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, dq_zero,
     FIRST_COLUMN: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def step_of_diagonal(
         s = begin_scores(p, warpgroup, LAST, position, k, anew(tile), q_ring, k_ring, shifts, s_layout)
         dp = begin_dp(p, warpgroup, LAST, position, v, anew(tile), dout_ring, v_ring, s_layout)
         _, ds, dv = probabilities_and_ds(
-            p, warpgroup, LAST, 0, s, dp, dv, has, position, True, entry, row,
+            p, warpgroup, LAST, 0, s, dp, dv, has, position, True, entry, row, past_end,
             q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
         )  # fmt: skip
         dk = add_product(dk, gl.convert_layout(ds, p_layout), q_ring, position, has, LAST * QUERIES)
@@ -215,6 +215,7 @@ def compute_loop(
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
+        past_end = past_the_end(entry, warpgroup * KEYS, s_layout)
         k_ring.await_full(tile)
         k = keep((), k_ring, tile, warpgroup, DIM, K_KEPT, s_layout)
         v_ring.await_full(tile)
@@ -227,7 +228,7 @@ def compute_loop(
                 if unseen & (turn == 0) & (end - first > 1):
                     dk, dv = step_of_diagonal(
                         p, warpgroup, k, v, dk, dv, has, position, tile, tile_before, before, entry, first * p.TILE_M,
-                        q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, dq_zero,
+                        past_end, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, dq_zero,
                         FIRST_COLUMN, s_layout, p_layout,
                     )  # fmt: skip
                     tile_before = tile
@@ -251,7 +252,7 @@ def compute_loop(
                     )  # fmt: skip
                     probs, ds, dv = probabilities_and_ds(
                         p, warpgroup, 0, LAST, s, dp, dv, has, position, to_mask, entry, block * p.TILE_M,
-                        q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
+                        past_end, q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                     )  # fmt: skip
                     s = s_last
                     dp = begin_dp(p, warpgroup, LAST, position, v, anew(tile), dout_ring, v_ring, s_layout)
@@ -259,7 +260,7 @@ def compute_loop(
                     has_last = True
                 probs, ds, dv = probabilities_and_ds(
                     p, warpgroup, LAST, LAST, s, dp, dv, has_last, position, to_mask, entry, block * p.TILE_M,
-                    q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
+                    past_end, q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
                 )  # fmt: skip
                 # line 15 of the step before, whose dQ leaves while the last products run, and lines 12 and 16
                 ds_ring.await_full(position - 1, pred=before)
@@ -306,7 +307,7 @@ def backward_kernel(
     schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, MASK_SCORES: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     K_KEPT: gl.constexpr, V_KEPT: gl.constexpr, DQ_PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -316,7 +317,7 @@ def backward_kernel(
     None: tiles add in any order.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ranks_ptr is not None)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASK_SCORES, ranks_ptr is not None)  # fmt: skip
     PAIR: gl.constexpr = pair_of(q_desc.block_shape, PARTS)
     PAIR_V: gl.constexpr = pair_of(v_desc.block_shape, PARTS_V)
     q_ring = make_ring(q_desc, STAGES, PARTS, WARPGROUPS, PAIR)

@@ -30,8 +30,8 @@ from .backward_problem import (
     first_step,
     keep,
     load_loop,
-    mask,
     over_parts,
+    past_the_end,
     probabilities,
     row_numbers,
     store_piece,
@@ -72,6 +72,7 @@ def value_loop(K_KEPT: gl.constexpr, p, dv_desc, pieces_ptr, q_ring, dout_ring, 
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
+        past_end = past_the_end(entry, 0, s_layout)
         k_ring.await_full(tile)
         k = keep((), k_ring, tile, 0, width_of_slot(k_ring), K_KEPT, s_layout)
         has = False
@@ -81,13 +82,13 @@ def value_loop(K_KEPT: gl.constexpr, p, dv_desc, pieces_ptr, q_ring, dout_ring, 
                 # lines 10 and 11
                 s = begin_scores(p, 0, 0, position, k, anew(tile), q_ring, k_ring, shifts, s_layout)
                 s = warpgroup_mma_wait(0, deps=(s,))
-                probs, capped = probabilities(p, s, 0, shifts, q_ring, position, s_layout)
-                q_ring.release(position)
                 to_mask = block < full_first
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
-                if to_mask:
-                    probs = mask(p, probs, entry, 0, block * p.TILE_M)
+                probs, capped = probabilities(
+                    p, s, 0, shifts, q_ring, position, to_mask, entry, 0, block * p.TILE_M, past_end, s_layout
+                )  # fmt: skip
+                q_ring.release(position)
                 given = probs
                 if p.SOFTCAP:
                     given = probs * (1 - capped * capped)  # all that dS needs of the scores
@@ -149,13 +150,13 @@ def keys_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, pieces_ptr, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, MASK_SCORES: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     K_KEPT: gl.constexpr, V_KEPT: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, False)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASK_SCORES, False)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, PARTS, 2)
     dout_ring = make_ring(dout_desc, STAGES, PARTS_V, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, PARTS, 1)

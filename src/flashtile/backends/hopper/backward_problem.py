@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .channel import load_parts, load_slot, section, width_of_slot
 from .compat import aggregate, load_async, store_async
-from .tile import parts_of, store_matrix, tanh, width_of
+from .tile import exp2_of_fma, parts_of, store_matrix, tanh, width_of
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 QUERIES = gl.constexpr(64)  # of one part of a step
@@ -56,6 +56,7 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
+    MASK_SCORES: gl.constexpr  # S is masked, not P
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
     PIECES: gl.constexpr  # there may be pieces of tiles
     PARTS: gl.constexpr  # of a step
@@ -63,7 +64,7 @@ class Problem:
     @gluon.constexpr_function
     def __init__(
         self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
-        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, ORDERED,
+        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASK_SCORES, ORDERED,
     ):  # fmt: skip
         self.heads_q = heads_q
         self.group = group
@@ -78,6 +79,7 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.MASK_SCORES = gl.constexpr(MASK_SCORES)
         self.ORDERED = gl.constexpr(ORDERED)
         self.PIECES = gl.constexpr(not HAS_LEFT and not HAS_RIGHT)
         self.PARTS = gl.constexpr(TILE_M // QUERIES)
@@ -139,26 +141,33 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
 
 
 @gluon.jit
-def mask(p, probs, entry, key, row):
-    """P^T with 0 where query row + j does not see key + i of the tile: limits in a register per key, queries as
-    constants.
+def mask(p, x, unseen: gl.constexpr, entry, key, row):
+    """S^T or P^T, `unseen` where query row + j does not see key + i of the tile: limits in a register per key, queries
+    as constants.
 
     What the lane adds to a query, bits 1 and 2, is taken off the limits: see `mask` in forward_problem.py.
     """
-    keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, probs.type.layout))
-    queries = gl.arange(0, QUERIES, gl.SliceLayout(0, probs.type.layout))
+    keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, x.type.layout))
+    queries = gl.arange(0, QUERIES, gl.SliceLayout(0, x.type.layout))
     of_lane = (queries & 6)[None, :]
     queries = (queries & ~6)[None, :]
     seen = keys < gl.load(entry + KEYS_HERE)
     if p.HAS_RIGHT:
         first = gl.maximum(gl.where(seen, 0, QUERIES), keys + (gl.load(entry + RIGHT_EDGE) - row))
-        probs = gl.where(queries >= first[:, None] - of_lane, probs, 0.0)
+        x = gl.where(queries >= first[:, None] - of_lane, x, unseen)
     else:
-        probs = gl.where(seen[:, None], probs, 0.0)
+        x = gl.where(seen[:, None], x, unseen)
     if p.HAS_LEFT:
         last = keys + (gl.load(entry + LEFT_EDGE) - row)
-        probs = gl.where(queries <= last[:, None] - of_lane, probs, 0.0)
-    return probs
+        x = gl.where(queries <= last[:, None] - of_lane, x, unseen)
+    return x
+
+
+@gluon.jit
+def past_the_end(entry, key, layout: gl.constexpr):
+    """(KEYS,): 0 or, of keys of the tile from `key` on that are past the end of K, -inf."""
+    keys = key + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    return gl.where(keys < gl.load(entry + KEYS_HERE), 0.0, float("-inf"))
 
 
 @gluon.jit
@@ -237,12 +246,29 @@ def begin_scores(
 
 
 @gluon.jit
-def probabilities(p, s, part: gl.constexpr, shifts, q_ring, position, layout: gl.constexpr):
-    """Line 11: (P^T, the tanh of the scores if there is a soft cap), of scores from `begin_scores`."""
+def probabilities(
+    p, s, part: gl.constexpr, shifts, q_ring, position, to_mask, entry, key, row, past_end, layout: gl.constexpr,
+):  # fmt: skip
+    """Line 11: (P^T, the tanh of the scores if there is a soft cap), of scores from `begin_scores`.
+
+    A mask is a branch: ahead of the exponentials it lets what follows be computed under them, behind them what comes
+    before. Where only keys past the end are unseen, and P would be masked, the exponents' summand says so: no branch.
+    """
     capped = s
     if p.SOFTCAP:
         capped = tanh(s * p.cap_in)
     s = capped
     if part == 1 or p.SOFTCAP:
         s = capped + row_numbers(shifts, q_ring, position, part, layout)
-    return gl.exp2(s * p.unit), capped
+    row += part * QUERIES
+    if p.MASK_SCORES:
+        if to_mask:
+            s = mask(p, s, float("-inf"), entry, key, row)
+        probs = gl.exp2(s * p.unit)
+    elif p.HAS_LEFT or p.HAS_RIGHT:
+        probs = gl.exp2(s * p.unit)
+        if to_mask:
+            probs = mask(p, probs, 0.0, entry, key, row)
+    else:
+        probs = exp2_of_fma(s, p.unit, past_end[:, None])
+    return probs, capped

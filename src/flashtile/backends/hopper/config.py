@@ -140,6 +140,7 @@ class BackwardTiles:
     parts_v: int = 1  # as V and dO do
     k_kept: int = 0  # dims of K of a tile, from the first on, in registers, rather than read again in every step
     v_kept: int = 0  # of V
+    mask_scores: bool = True  # S is masked, not P
     earlier_ptxas: bool = True  # see ptxas.py
     dq_apart: bool = False  # dQ has a kernel of its own
     box_keys: int = 64  # rows of one wgmma
@@ -181,11 +182,13 @@ class BackwardTiles:
         return rows + keys + scores + dq + 32 * self.stages + 16 * (self.key_stages + self.value_stages) + 64
 
 
-BACKWARD_D64 = BackwardTiles(64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128, k_kept=64, v_kept=64)
+BACKWARD_D64 = BackwardTiles(
+    64, 64, stages=2, key_stages=2, value_stages=2, tile_m=128, k_kept=64, v_kept=64, mask_scores=False
+)
 """128 queries in a step: half as many fences, and dQ 64 columns wide: products of 32 take longer to read shared memory
 than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200. K and V of a tile in registers,
 which takes a sixth of its work off shared memory: S = 2k to 16k full +3 %, causal +1 %, hot +5 %, 512 0 on an H100."""
-BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1, earlier_ptxas=False)
+BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1, mask_scores=False, earlier_ptxas=False)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s. By triton 3.9 with the earlier ptxas 0 to -0.8 %."""
 BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=64, v_kept=64)
