@@ -307,7 +307,7 @@ def backward_kernel(
     schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, MASK_SCORES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     K_KEPT: gl.constexpr, V_KEPT: gl.constexpr, DQ_PARTS: gl.constexpr,
 ):  # fmt: skip
@@ -317,7 +317,7 @@ def backward_kernel(
     None: tiles add in any order.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASK_SCORES, ranks_ptr is not None)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, ranks_ptr is not None)  # fmt: skip
     PAIR: gl.constexpr = pair_of(q_desc.block_shape, PARTS)
     PAIR_V: gl.constexpr = pair_of(v_desc.block_shape, PARTS_V)
     q_ring = make_ring(q_desc, STAGES, PARTS, WARPGROUPS, PAIR)

@@ -150,13 +150,13 @@ def keys_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, rows_desc, pieces_ptr, schedule_ptr,
     heads_q, group, row_blocks, heads, rounds, unit, cap_in, softmax_scale,
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, MASK_SCORES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
     K_KEPT: gl.constexpr, V_KEPT: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASK_SCORES, False)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, False)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, PARTS, 2)
     dout_ring = make_ring(dout_desc, STAGES, PARTS_V, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, PARTS, 1)

@@ -125,7 +125,7 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         spec.heads_q, spec.group, row_blocks(spec, tiles), spec.batch * spec.heads_q, rounds,
         factor * LOG2E, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
         tiles.value_stages,
-        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, tiles.mask_scores,
+        spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, tiles.masked,
         tiles.compute_registers, tiles.load_registers,
         tiles.parts, tiles.parts_v, tiles.k_kept, tiles.v_kept, *(() if tiles.dq_apart else (tiles.dq_parts,)),
     )  # fmt: skip

@@ -56,7 +56,7 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
-    MASK_SCORES: gl.constexpr  # S is masked, not P
+    MASKED: gl.constexpr  # S, P or exponents: see BackwardTiles
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
     PIECES: gl.constexpr  # there may be pieces of tiles
     PARTS: gl.constexpr  # of a step
@@ -64,7 +64,7 @@ class Problem:
     @gluon.constexpr_function
     def __init__(
         self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
-        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASK_SCORES, ORDERED,
+        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, ORDERED,
     ):  # fmt: skip
         self.heads_q = heads_q
         self.group = group
@@ -79,7 +79,7 @@ class Problem:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.MASK_SCORES = gl.constexpr(MASK_SCORES)
+        self.MASKED = gl.constexpr(MASKED)
         self.ORDERED = gl.constexpr(ORDERED)
         self.PIECES = gl.constexpr(not HAS_LEFT and not HAS_RIGHT)
         self.PARTS = gl.constexpr(TILE_M // QUERIES)
@@ -251,8 +251,8 @@ def probabilities(
 ):  # fmt: skip
     """Line 11: (P^T, the tanh of the scores if there is a soft cap), of scores from `begin_scores`.
 
-    A mask is a branch: ahead of the exponentials it lets what follows be computed under them, behind them what comes
-    before. Where only keys past the end are unseen, and P would be masked, the exponents' summand says so: no branch.
+    A mask is a branch. Ahead of the exponentials it lets ptxas put what follows under them, behind them what comes
+    before; there is none where only keys past the end are unseen and the exponents' summand says so.
     """
     capped = s
     if p.SOFTCAP:
@@ -261,14 +261,14 @@ def probabilities(
     if part == 1 or p.SOFTCAP:
         s = capped + row_numbers(shifts, q_ring, position, part, layout)
     row += part * QUERIES
-    if p.MASK_SCORES:
+    if p.MASKED == "exponents" and not p.HAS_LEFT and not p.HAS_RIGHT:
+        probs = exp2_of_fma(s, p.unit, past_end[:, None])
+    elif p.MASKED == "S":
         if to_mask:
             s = mask(p, s, float("-inf"), entry, key, row)
         probs = gl.exp2(s * p.unit)
-    elif p.HAS_LEFT or p.HAS_RIGHT:
+    else:
         probs = gl.exp2(s * p.unit)
         if to_mask:
             probs = mask(p, probs, 0.0, entry, key, row)
-    else:
-        probs = exp2_of_fma(s, p.unit, past_end[:, None])
     return probs, capped
