@@ -82,7 +82,7 @@ class Launcher(ABC):
         """
         device = outputs[0].device
         key = (spec, device, *[x if x is None else (x.dtype, x.stride(), x.data_ptr() & 15) for x in inputs])
-        if torch.version.hip:
+        if torch.version.hip:  # where kernels are compiled for that, too
             key += tuple(x is None or lies_near(x) for x in inputs)
         run = self._runs.get(key)
         if run is None:

@@ -148,7 +148,7 @@ def last_dq(
 
 @gluon.jit
 def step_of_diagonal(
-    p, warpgroup: gl.constexpr, k, v, dk, dv, has, position, tile, tile_before, before, entry, row, past_end,
+    p, warpgroup: gl.constexpr, k, v, dk, dv, has, position, tile, tile_before, before, entry, row,
     q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, dq_zero,
     FIRST_COLUMN: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def step_of_diagonal(
         s = begin_scores(p, warpgroup, LAST, position, k, anew(tile), q_ring, k_ring, shifts, s_layout)
         dp = begin_dp(p, warpgroup, LAST, position, v, anew(tile), dout_ring, v_ring, s_layout)
         _, ds, dv = probabilities_and_ds(
-            p, warpgroup, LAST, 0, s, dp, dv, has, position, True, entry, row, past_end,
+            p, warpgroup, LAST, 0, s, dp, dv, has, position, True, entry, row, None,
             q_ring, dout_ring, ds_ring, shifts, deltas, s_layout, p_layout,
         )  # fmt: skip
         dk = add_product(dk, gl.convert_layout(ds, p_layout), q_ring, position, has, LAST * QUERIES)
@@ -228,7 +228,7 @@ def compute_loop(
                 if unseen & (turn == 0) & (end - first > 1):
                     dk, dv = step_of_diagonal(
                         p, warpgroup, k, v, dk, dv, has, position, tile, tile_before, before, entry, first * p.TILE_M,
-                        past_end, q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, dq_zero,
+                        q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring, shifts, deltas, dq_zero,
                         FIRST_COLUMN, s_layout, p_layout,
                     )  # fmt: skip
                     tile_before = tile

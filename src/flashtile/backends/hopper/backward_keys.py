@@ -31,7 +31,6 @@ from .backward_problem import (
     keep,
     load_loop,
     over_parts,
-    past_the_end,
     probabilities,
     row_numbers,
     store_piece,
@@ -72,7 +71,6 @@ def value_loop(K_KEPT: gl.constexpr, p, dv_desc, pieces_ptr, q_ring, dout_ring, 
     for _ in range(n_tiles):
         first, end, full_first = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + FULL_FIRST)
         turn = gl.load(entry + TURN)
-        past_end = past_the_end(entry, 0, s_layout)
         k_ring.await_full(tile)
         k = keep((), k_ring, tile, 0, width_of_slot(k_ring), K_KEPT, s_layout)
         has = False
@@ -86,7 +84,7 @@ def value_loop(K_KEPT: gl.constexpr, p, dv_desc, pieces_ptr, q_ring, dout_ring, 
                 if p.HAS_LEFT:
                     to_mask |= block >= gl.load(entry + FULL_END)
                 probs, capped = probabilities(
-                    p, s, 0, shifts, q_ring, position, to_mask, entry, 0, block * p.TILE_M, past_end, s_layout
+                    p, s, 0, shifts, q_ring, position, to_mask, entry, 0, block * p.TILE_M, None, s_layout
                 )  # fmt: skip
                 q_ring.release(position)
                 given = probs

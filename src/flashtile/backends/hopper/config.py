@@ -146,8 +146,8 @@ class BackwardTiles:
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
-        if self.masked not in ("S", "P", "exponents"):
-            raise ValueError(f"masked: got {self.masked!r}; want S, P or exponents")
+        if self.masked not in (("S", "P") if self.dq_apart else ("S", "P", "exponents")):
+            raise ValueError(f"masked: got {self.masked!r}; want S, P or, with dQ, exponents")
         if self.key_stages < 2 and not self.dq_apart:
             raise ValueError(f"key_stages: got {self.key_stages}; want 2: a tile ends after the next has begun")
         if self.tile_m not in ((64, 128) if (self.head_dim, self.parts) == (64, 1) else (64,)):
