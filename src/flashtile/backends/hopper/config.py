@@ -190,7 +190,7 @@ BACKWARD_D64 = BackwardTiles(
 """128 queries in a step: half as many fences, and dQ 64 columns wide: products of 32 take longer to read shared memory
 than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200. K and V of a tile in registers,
 which takes a sixth of its work off shared memory: S = 2k to 16k full +3 %, causal +1 %, hot +5 %, 512 0 on an H100.
-Exponents masked, not P: S = 2k and 8k full +1.5 %; S masked: full +0.5 %, causal -2.5 to -4 %."""
+Exponents masked, not P: S = 1k to 16k full +1.5 to +2 %; S masked: full 0 to +0.5 %, causal -2.5 to -4 %."""
 BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1, masked="P", earlier_ptxas=False)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s. By triton 3.9 with the earlier ptxas 0 to -0.8 %. S masked, not P: -1 to -2 %; exponents: full -0.4
@@ -199,7 +199,7 @@ BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, par
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to
 +4 % on an H200, against 128 dims with zeros. 64 dims of K and V in registers: S = 4k full +3 % on an H100. S masked,
-not P: S = 4k full +3 %, causal 0 on an H200; exponents: full +1.5 %."""
+not P: S = 4k and 8k full +3 %, causal 0 on an H200; exponents: full +1.5 %."""
 KEYS_D128 = BackwardTiles(128, 128, stages=4, key_stages=2, value_stages=2, k_kept=128, v_kept=128, dq_apart=True)
 """For queries that see few keys: no kernels before and after. S = 256 causal +5 %, full -2 %, S = 512 causal -1 % on an
 H200."""
