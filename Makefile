@@ -30,10 +30,10 @@ test: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) -q -m "not interpreter"
 	TRITON_INTERPRET=1 OPENBLAS_CORETYPE=$(INTERPRETER_BLAS) $(RUN) -m pytest -n $(WORKERS) -q -m interpreter
 
-# Its compiler alone, with the rest of $(VENV): what it makes of every Hopper config, without a GPU.
+# Its compiler alone, with the rest of $(VENV): what it is told, and what it makes of every Hopper config, without a GPU.
 test-old-triton: $(VENV)/triton-$(OLD_TRITON)
 	PYTHONPATH=$(abspath $<) $(RUN) -c "import triton; assert triton.__version__ == '$(OLD_TRITON)', triton"
-	PYTHONPATH=$(abspath $<) $(RUN) -m pytest -n $(WORKERS) -q tests/test_aot.py -k hopper
+	PYTHONPATH=$(abspath $<) $(RUN) -m pytest -n $(WORKERS) -q tests/test_aot.py tests/test_compiler.py -k "hopper or test_compiler"
 
 $(VENV)/triton-$(OLD_TRITON): $(READY)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --target $@ triton==$(OLD_TRITON)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia.compiler import get_ptxas
 
-from flashtile.backends.compiler import ELEMENTS, compiled_for, target_of
+from flashtile.backends.compiler import compiled_for
 from flashtile.backends.launcher import Launcher
+from flashtile.backends.triton import decode_config, decode_launch
+from flashtile.backends.triton.append import APPEND, AppendSpec
 from flashtile.backends.triton.config import choose
 from flashtile.backends.triton.launch import Kernel
+from flashtile.cache import FP8, Cache, CachedCall
 from flashtile.spec import AttentionSpec
 
 
@@ -61,6 +65,62 @@ def launch_for(launcher: Launcher, spec: object, *tensors: Tensor | None) -> tup
     return fn, arguments, options
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def of_a_call(spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """q, k, v, out and lse, on the meta device."""
+    rows = (spec.seqlen_q, spec.heads_q), (spec.seqlen_k, spec.heads_k)
+    q, out = (empty(spec.batch, *rows[0], dim, dtype=spec.dtype) for dim in (spec.head_dim, spec.head_dim_v))
+    k, v = (empty(spec.batch, *rows[1], dim, dtype=spec.dtype) for dim in (spec.head_dim, spec.head_dim_v))
+    return q, k, v, out, empty(spec.batch, spec.heads_q, spec.seqlen_q)
+
+
+def cached_call(
+    case: AttentionSpec, stored: torch.dtype, page_size: int, terms: bool = False
+) -> tuple[CachedCall, Tensor]:
+    """A call over a cache, and q; with `terms` everything that may go into the softmax."""
+    rows = (64, page_size) if page_size else (case.batch, case.seqlen_k)
+    k, v = (empty(*rows, case.heads_k, dim, dtype=stored) for dim in (case.head_dim, case.head_dim_v))
+    table = empty(case.batch, case.seqlen_k // page_size, dtype=torch.int32) if page_size else None
+    lengths = empty(case.batch, dtype=torch.int32)
+    scales = empty(case.batch, case.heads_k) if stored == FP8 else None
+    cache = Cache(k, v, None, table, lengths, None, 1, scales, scales)
+    slopes, sinks = empty(case.batch, case.heads_q), empty(case.heads_q, dtype=case.dtype)
+    q = empty(case.batch, case.seqlen_q, case.heads_q, case.head_dim, dtype=case.dtype)
+    return CachedCall(case, cache, *((slopes, sinks) if terms else (None, None))), q
+
+
+def compile_cached(call: CachedCall, q: Tensor, arch: str, num_splits: int = 0) -> Iterator[tuple[Usage, object]]:
+    """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
+    for launcher, launched, tensors in cached_launches(call, q, arch, num_splits):
+        yield compile_launch(launcher, launched, arch, *tensors)
+
+
+def cached_launches(
+    call: CachedCall, q: Tensor, arch: str, num_splits: int = 0
+) -> list[tuple[Launcher, object, tuple[Tensor | None, ...]]]:
+    """The launcher of each such kernel, what it prepares a launch for, and its tensors."""
+    cache, of = call.cache, call.spec
+    spec = decode_launch.decode_spec(call, num_splits, arch, 132)
+    slots, rows = 2 * spec.programs, decode_config.tile_m(of)
+    parts = empty(slots, rows, of.head_dim_v), empty(rows, slots)
+    parts = parts if spec.merges else (None, None)
+    out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
+    lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
+    terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
+    new = (empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
+    tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
+    appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
+    launches = [
+        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, out, lse)),
+        (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, q)),
+        (decode_launch.MERGE, spec, (*parts, *lengths, out, lse)),
+    ]
+    return launches if spec.merges else launches[:2]
+
+
 def _usage(compiled: object, arch: str) -> Usage:
     if not arch.startswith("sm_"):
         return Usage(compiled.metadata.shared)
@@ -81,65 +141,49 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     from flashtile.backends.hopper.forward import forward_kernel
 
     tiles = config.choose(spec)
-    scalars = launch.scalars(spec, tiles, rounds=100)
-    return _compile_gluon(
-        kernel or forward_kernel, spec, launch.boxes(spec, tiles), {"lse_ptr": "*fp32", "pieces_ptr": "*fp32"}, "*i64",
-        scalars, tiles.earlier_ptxas,
-    )  # fmt: skip
+    q, k, v, out, lse = of_a_call(spec)
+    described = map(launch.describe, (q, k, v, out), launch.boxes(spec, tiles))
+    arguments = (*described, lse, lse, empty(1, dtype=torch.int64), *launch.scalars(spec, tiles, rounds=100))
+    return _compile_gluon(kernel or forward_kernel, arguments, tiles.earlier_ptxas)
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
     """Compiles the main kernels of what a backward call on Hopper would run: one, or that of the keys and that of the
     queries."""
-    from flashtile.backends.hopper import backward_apart_launch, backward_launch, config
+    from flashtile.backends.hopper import backward_apart_launch, backward_launch, config, launch
     from flashtile.backends.hopper.backward import backward_kernel
     from flashtile.backends.hopper.backward_keys import keys_kernel
     from flashtile.backends.hopper.backward_queries import queries_kernel
 
     tiles = config.choose_backward(spec)
-    scalars, boxes = backward_launch.scalars(spec, tiles, rounds=100), backward_launch.boxes(tiles)
-    others = {"rows_desc": f"tensordesc<fp32[{tiles.tile_m}],{backward_launch.plain_layout(1)!r}>"}
+    q, k, v, out, lse = of_a_call(spec)
+    rows, table = empty(tiles.tile_m), empty(1, dtype=torch.int32)
+    of_keys = (
+        *map(launch.describe, (q, out, k, v, k, v), backward_launch.boxes(tiles)),
+        backward_launch.describe_rows(rows, tiles),
+    )  # fmt: skip
+    scalars = backward_launch.scalars(spec, tiles, rounds=100)
     if tiles.dq_apart:
         queries = config.choose_queries(spec)
-        dout = torch.empty(spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v, device="meta")
-        of_queries = backward_apart_launch.query_scalars(spec, queries, 100, dout, None)
-        element, pieces = f"*{ELEMENTS[spec.dtype]}", {"pieces_ptr": "*fp32"}
-        numbers = {"out_ptr": element, "dout_ptr": element, "lse_ptr": "*fp32", "dlse_ptr": None, "rows_ptr": "*fp32"}
-        numbers |= pieces
-        query_boxes = backward_apart_launch.query_boxes(queries)
+        of_queries = map(launch.describe, (q, out, k, v, q), backward_apart_launch.query_boxes(queries))
+        numbers = out, out, lse, None, rows, rows, empty(1, dtype=torch.int64)
+        of_rows = backward_apart_launch.query_scalars(spec, queries, 100, out, None)
         return [
-            _compile_gluon(keys_kernel, spec, boxes, others | pieces, "*i32", scalars, tiles.earlier_ptxas),
-            _compile_gluon(queries_kernel, spec, query_boxes, numbers, "*i64", of_queries),
+            _compile_gluon(keys_kernel, (*of_keys, rows, table, *scalars), tiles.earlier_ptxas),
+            _compile_gluon(queries_kernel, (*of_queries, *numbers, *of_rows)),
         ]
-    sums = f"tensordesc<fp32{list(backward_launch.sums_box(tiles))},{backward_launch.plain_layout(2)!r}>"
-    ranks = "*i16" if spec.deterministic else None
-    others |= {"sums_desc": sums, "pieces_ptr": f"*{ELEMENTS[spec.dtype]}", "added_ptr": "*i32", "ranks_ptr": ranks}
-    return [_compile_gluon(backward_kernel, spec, boxes, others, "*i32", scalars, tiles.earlier_ptxas)]
+    sums = backward_launch.describe_sums(empty(*backward_launch.sums_box(tiles)), tiles)
+    ranks = empty(1, dtype=torch.int16) if spec.deterministic else None
+    arguments = (*of_keys, sums, empty(1, dtype=spec.dtype), table, ranks, table, *scalars)
+    return [_compile_gluon(backward_kernel, arguments, tiles.earlier_ptxas)]
 
 
-def _compile_gluon(
-    kernel: Any, spec: AttentionSpec, boxes: tuple, others: dict[str, str | None], schedule: str, scalars: tuple,
-    pays: bool = True,
-) -> tuple[Usage, object]:  # fmt: skip
-    """A kernel of the Hopper backend: descriptors of `boxes`, other pointers, the schedule, scalars and constants."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-
+def _compile_gluon(kernel: Any, arguments: tuple, pays: bool = True) -> tuple[Usage, object]:
+    """A kernel of the Hopper backend; pays: see ptxas.py."""
     from flashtile.backends.hopper import launch, ptxas
 
-    element = ELEMENTS[spec.dtype]
-    signature, constants = {}, {}
-    for name, box in zip(kernel.arg_names, boxes, strict=False):
-        signature[name] = f"tensordesc<{element}{[1, *box]},{launch.layout(box, spec.dtype)!r}>"
-    signature |= {name: kind or "constexpr" for name, kind in others.items()} | {"schedule_ptr": schedule}
-    constants |= {name: None for name, kind in others.items() if kind is None}
-    for parameter, value in zip(kernel.params[len(signature) :], scalars, strict=True):
-        signature[parameter.name] = "constexpr" if parameter.is_constexpr else "fp32" if value != int(value) else "i32"
-        if parameter.is_constexpr:
-            constants[parameter.name] = value
-    signature |= {name: "fp32" for name in ("unit", "natural", "cap_in", "softmax_scale") if name in signature}
-    source = GluonASTSource(kernel, signature, constants, {})
     with ptxas.earlier_ptxas(launch.OPTIONS, pays) as options:
-        compiled = triton.compile(source, target=target_of("sm_90"), options=options)
+        compiled = compiled_for(kernel, arguments, options, "sm_90")
     return _usage(compiled, "sm_90"), compiled
 
 
@@ -226,12 +270,7 @@ def kernels_and_tensors(spec: AttentionSpec, arch: str) -> dict[str, tuple[Kerne
     from flashtile.backends.triton.backward import DKDV, DQ, GRADIENTS
     from flashtile.backends.triton.forward import FORWARD
 
-    def like(heads: int, seqlen: int, dim: int) -> Tensor:
-        return torch.empty(spec.batch, seqlen, heads, dim, dtype=spec.dtype, device="meta")
-
-    q, k = like(spec.heads_q, spec.seqlen_q, spec.head_dim), like(spec.heads_k, spec.seqlen_k, spec.head_dim)
-    v, out = like(spec.heads_k, spec.seqlen_k, spec.head_dim_v), like(spec.heads_q, spec.seqlen_q, spec.head_dim_v)
-    lse = torch.empty(spec.batch, spec.heads_q, spec.seqlen_q, dtype=torch.float32, device="meta")
+    q, k, v, out, lse = of_a_call(spec)
     found = {
         "forward": (FORWARD, (q, k, v, out, lse)),
         "dq": (DQ, (q, k, v, out, out, lse, None, lse, lse, q)),

@@ -7,19 +7,19 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import triton
 from aot import (
     barriers_left_alone,
+    cached_call,
+    compile_cached,
     compile_hopper,
     compile_hopper_backward,
     compile_kernel,
     compile_launch,
     kernels_and_tensors,
-    launch_for,
     loops_with_products,
     machine_code,
     overwritten_operands,
@@ -28,12 +28,10 @@ from aot import (
 )
 from cases import BF16, FLOAT, spec
 
-from flashtile.backends.compiler import described, target_of
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.hopper import ptxas
 from flashtile.backends.triton import config, decode_config, decode_launch
-from flashtile.backends.triton.append import APPEND, AppendSpec
-from flashtile.cache import FP8, Cache, CachedCall
+from flashtile.cache import FP8
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1201"]
 SHARED_MEMORY = {"sm_80": 166_912, "sm_90": 232_448, "sm_120": 101_376, "gfx942": 65_536, "gfx1201": 65_536}
@@ -57,50 +55,6 @@ def test_shipped_configs_compile_fit_and_do_not_spill(arch, mask, dim, dtype):
             assert not usage.spills, f"{name} spills registers: {usage}"
         if arch == "sm_90" and dtype == BF16:
             assert not serializes_products(compiled), f"{name} does not overlap its products"
-
-
-def empty(*shape, dtype=FLOAT):
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def cached_call(case, stored, page_size, terms=False):
-    """A call over a cache, and q; with `terms` everything that may go into the softmax."""
-    rows = (64, page_size) if page_size else (case.batch, case.seqlen_k)
-    k, v = (empty(*rows, case.heads_k, dim, dtype=stored) for dim in (case.head_dim, case.head_dim_v))
-    table = empty(case.batch, case.seqlen_k // page_size, dtype=torch.int32) if page_size else None
-    lengths = empty(case.batch, dtype=torch.int32)
-    scales = empty(case.batch, case.heads_k) if stored == FP8 else None
-    cache = Cache(k, v, None, table, lengths, None, 1, scales, scales)
-    slopes, sinks = empty(case.batch, case.heads_q), empty(case.heads_q, dtype=case.dtype)
-    q = empty(case.batch, case.seqlen_q, case.heads_q, case.head_dim, dtype=case.dtype)
-    return CachedCall(case, cache, *((slopes, sinks) if terms else (None, None))), q
-
-
-def compile_cached(call, q, arch, num_splits=0):
-    """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
-    for launcher, launched, tensors in cached_launches(call, q, arch, num_splits):
-        yield compile_launch(launcher, launched, arch, *tensors)
-
-
-def cached_launches(call, q, arch, num_splits=0):
-    """The launcher of each such kernel, what it prepares a launch for, and its tensors."""
-    cache, of = call.cache, call.spec
-    spec = decode_launch.decode_spec(call, num_splits, arch, 132)
-    slots, rows = 2 * spec.programs, decode_config.tile_m(of)
-    parts = empty(slots, rows, of.head_dim_v), empty(rows, slots)
-    parts = parts if spec.merges else (None, None)
-    out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
-    lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
-    terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
-    new = (empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
-    tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
-    appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
-    launches = [
-        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, out, lse)),
-        (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, q)),
-        (decode_launch.MERGE, spec, (*parts, *lengths, out, lse)),
-    ]
-    return launches if spec.merges else launches[:2]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -275,55 +229,6 @@ def test_every_feature_of_a_cached_call_at_once_compiles(arch, page_size, num_sp
     stored = torch.float16 if arch == "sm_80" else FP8
     call, q = cached_call(case, stored, page_size, terms=True)
     assert len(list(compile_cached(call, q, arch, num_splits))) == 3 - num_splits
-
-
-def launches_of_the_portable_kernels():
-    case = spec((1000, 777), (6, 2), (80, 48), torch.float16, scale=-0.3, **FEATURES)
-    for arch in ("sm_90", "gfx942"):
-        for kernel, tensors in kernels_and_tensors(case, arch).values():
-            launch = kernel.describe(case, config.choose(kernel.role, case, arch), *tensors)
-            yield kernel.fn, (*tensors, *launch.arguments), arch
-    yield kernel.fn, (*(x if x is None else odd(x) for x in tensors), *launch.arguments), arch
-
-
-def launches_of_kernels_over_a_cache():
-    call, q = cached_call(spec((1, 1 << 15), (32, 8), (128, 128), BF16, right=0), FP8, page_size=16)
-    for launcher, launched, tensors in cached_launches(call, q, "gfx942"):
-        fn, arguments, _ = launch_for(launcher, launched, *tensors)
-        yield fn, arguments, "gfx942"
-
-
-def launches_of_hopper_kernels():
-    from flashtile.backends.hopper.launch import FORWARD
-
-    case = spec((1000, 777), (6, 2), (128, 128), BF16)
-    q, k = (torch.zeros(case.batch, n, heads, 128, dtype=BF16) for n, heads in ((1000, 6), (777, 2)))
-    with mock.patch("flashtile.backends.hopper.launch.programs_on", return_value=132):
-        fn, arguments, _ = launch_for(FORWARD, case, q, k, k, q, torch.zeros(case.batch, 6, 1000))
-    yield fn, arguments, "sm_90"
-
-
-def odd(x):
-    """The same where no address is a multiple of 16, in memory of more than 2 GB."""
-    memory = torch.empty((1 << 32) // x.dtype.itemsize, dtype=x.dtype, device="meta")
-    return memory[1:].as_strided(x.shape, x.stride())
-
-
-@pytest.mark.parametrize(
-    "launches", [launches_of_the_portable_kernels, launches_of_kernels_over_a_cache, launches_of_hopper_kernels]
-)
-def test_a_kernel_is_compiled_for_what_triton_itself_makes_of_its_arguments(launches):
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    for fn, arguments, arch in launches():
-        backend = make_backend(target_of(arch))
-        bound, found, _ = create_function_from_signature(fn.signature, fn.params, backend)(*arguments)
-        _, signature, constants, attributes = fn._pack_args(backend, {}, bound, found, {})
-        source = described(fn, arguments, arch).source
-        assert source.signature == signature
-        assert source.constants == constants
-        assert source.attrs == {at: promised for at, promised in attributes.items() if promised}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -33,13 +33,14 @@ SIGNATURE = {
 class Driver:
     """Stands in for the CUDA driver: tensor maps hold what they were encoded from."""
 
-    def __init__(self, sizes):
+    def __init__(self, sizes, most_shared=MOST_SHARED):
+        self.most_shared = most_shared
         self.function_sizes, self.launches, self.attributes, self.status, self.context = sizes, [], [], 0, 1000
         self.shared_bytes, self.load_status = None, 0
 
     def cuDeviceGetAttribute(self, value, attribute, device):
         assert (attribute, device.value) == (97, 13)  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        value._obj.value = MOST_SHARED
+        value._obj.value = self.most_shared
         return 0
 
     def cuModuleLoadData(self, module, binary):
@@ -215,9 +216,8 @@ def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compi
 
 @pytest.mark.parametrize(("shared", "asked"), [(48 << 10, None), (100 << 10, 100 << 10)])
 def test_a_kernel_may_have_more_shared_memory_than_every_function(monkeypatch, compiled, arguments, shared, asked):
-    monkeypatch.setitem(globals(), "MOST_SHARED", 200 << 10)
     compiled.metadata.shared = shared
-    driver = Driver(SIZES)
+    driver = Driver(SIZES, most_shared=200 << 10)
     launch_of(monkeypatch, driver, compiled, arguments)
     assert driver.shared_bytes == asked
 

@@ -1,0 +1,72 @@
+"""What kernels are compiled for: the same as if Triton were asked to launch them."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from aot import cached_call, cached_launches, kernels_and_tensors, launch_for
+from cases import BF16, HALF, spec
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from flashtile.backends.compiler import described, target_of
+from flashtile.backends.triton.config import choose
+
+CASE = spec((1000, 777), (6, 2), (80, 48), HALF, scale=-0.3, left=300, right=40, softcap=20.0)
+
+
+def odd(x):
+    """The same where no address is a multiple of 16, in memory of more than 2 GB."""
+    memory = torch.empty((1 << 32) // x.dtype.itemsize, dtype=x.dtype, device="meta")
+    return memory[1:].as_strided(x.shape, x.stride())
+
+
+def portable(arch, change=lambda x: x):
+    for kernel, tensors in kernels_and_tensors(CASE, arch).values():
+        changed = [x if x is None else change(x) for x in tensors]
+        launch = kernel.describe(CASE, choose(kernel.role, CASE, arch), *changed)
+        yield kernel.fn, (*changed, *launch.arguments)
+
+
+def over_a_cache(arch):
+    call, q = cached_call(spec((1, 1 << 15), (32, 8), (128, 128), BF16, right=0), torch.float8_e4m3fn, page_size=16)
+    for launcher, launched, tensors in cached_launches(call, q, arch):
+        fn, arguments, _ = launch_for(launcher, launched, *tensors)
+        yield fn, arguments
+
+
+def hopper(arch):
+    from flashtile.backends.hopper.launch import FORWARD
+
+    case = spec((1000, 777), (6, 2), (128, 128), BF16)
+    q, k = (torch.zeros(case.batch, n, heads, 128, dtype=BF16) for n, heads in ((1000, 6), (777, 2)))
+    with mock.patch("flashtile.backends.hopper.launch.programs_on", return_value=132):
+        fn, arguments, _ = launch_for(FORWARD, case, q, k, k, q, torch.zeros(case.batch, 6, 1000))
+    yield fn, arguments
+
+
+LAUNCHES = {
+    "portable, sm_90": ("sm_90", portable),
+    "portable, gfx942": ("gfx942", portable),
+    "portable, odd addresses": ("gfx942", lambda arch: portable(arch, odd)),
+    "over a cache, sm_90": ("sm_90", over_a_cache),
+    "over a cache, gfx942": ("gfx942", over_a_cache),
+    "hopper": ("sm_90", hopper),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_kernel_is_compiled_for_what_triton_itself_makes_of_its_arguments(name):
+    arch, launches = LAUNCHES[name]
+    for fn, arguments in launches(arch):
+        backend = make_backend(target_of(arch))
+        bound, found, _ = create_function_from_signature(fn.signature, fn.params, backend)(*arguments)
+        _, signature, constants, attributes = fn._pack_args(backend, {}, bound, found, {})
+        source = described(fn, arguments, arch).source
+        assert source.signature == signature
+        assert source.constants == constants
+        assert source.attrs == {at: promised for at, promised in attributes.items() if promised}
