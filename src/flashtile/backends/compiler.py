@@ -1,15 +1,23 @@
 """Compiling Triton kernels for the arguments of a launch, by way of `triton.compile`.
 
 A kernel that is called asks Triton's driver what GPU there is, and that driver a C compiler makes first, for every new
-cache. PyTorch knows, too: so that nothing here needs a C compiler.
+cache. PyTorch knows, too: so that nothing here needs a C compiler. Nor does what Triton is have to be read from all of
+its files, 0.3 to 0.5 s of a process's first call: a wheel's record says it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
 import gc
-from collections.abc import Iterator
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +26,19 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import cache as triton_cache
+
+try:
+    from triton._C.libtriton import nvidia
+except ImportError:  # a build for other GPUs
+    nvidia = None
 
 ELEMENTS = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
     torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 _MULTIPLE, _NEAR = ("tt.divisibility", 16), ("tt.pointer_range", 32)
+_COMPILING = threading.Lock()
 
 
 def target_of(arch: str) -> GPUTarget:
@@ -85,7 +100,7 @@ def compiled_for(fn: Any, arguments: tuple, options: dict[str, Any], arch: str) 
 
 @functools.cache
 def _compiled(of: Described, options: tuple[tuple[str, Any], ...], arch: str) -> Any:
-    with _without_collection():
+    with _COMPILING, _without_collection(), _known_by_its_wheel(), _with_fences_of_its_own(of.fn):
         return triton.compile(of.source, target=target_of(arch), options=dict(options))
 
 
@@ -111,3 +126,66 @@ def _without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _known_by_its_wheel() -> Iterator[None]:
+    """Within, Triton's cache knows this Triton by `contents_of_wheel`, if that says what it is."""
+    contents = _contents_of_triton()
+    with contextlib.nullcontext() if contents is None else instead(triton_cache, "triton_key", lambda: contents):
+        yield
+
+
+@functools.cache
+def _contents_of_triton() -> str | None:
+    try:
+        return contents_of_wheel(distribution("triton"), Path(triton.__file__).parent)
+    except PackageNotFoundError:
+        return None
+
+
+def contents_of_wheel(wheel: Distribution, package: Path) -> str | None:
+    """One text for all files of an installed package, by the hashes in its wheel's record; None unless it lies where
+    that says, and each file is as long as then and no newer than the record, which is written last."""
+    rows = [row for row in csv.reader((wheel.read_text("RECORD") or "").splitlines()) if len(row) == 3]
+    files = [row for row in rows if row[0].startswith(f"{package.name}/") and row[1]]
+    records = [name for name, *_ in rows if name.endswith(".dist-info/RECORD")]
+    if not files or len(records) != 1 or Path(str(wheel.locate_file(package.name))).resolve() != package.resolve():
+        return None
+    try:
+        written = os.stat(str(wheel.locate_file(records[0]))).st_mtime_ns
+        found = [(os.stat(str(wheel.locate_file(name))), int(size)) for name, _, size in files]
+    except FileNotFoundError:
+        return None
+    if any(file.st_size != size or file.st_mtime_ns > written for file, size in found):
+        return None
+    return f"{package.name} " + hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _with_fences_of_its_own(fn: Any) -> Iterator[None]:
+    """Within, Triton adds no fences of its own between writes to shared memory and copies or products that read it: a
+    kernel in Gluon has them. By 3.6 it adds none to the kernels here, by 3.9 one to each step of the backward pass, as
+    it takes two slots of a ring for one, after a tenth of the time to compile."""
+    passes: Any = getattr(getattr(nvidia, "passes", None), "ttnvgpuir", None)
+    if fn.is_gluon() and hasattr(passes, "add_proxy_fence_insertion"):
+        with instead(passes, "add_proxy_fence_insertion", lambda manager, capability: None):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def instead(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within, another function takes the place of a module's, in this thread alone; one such at a time."""
+    theirs, thread = getattr(module, name), threading.get_ident()
+
+    @functools.wraps(theirs)
+    def either(*arguments: Any) -> Any:
+        return (function if threading.get_ident() == thread else theirs)(*arguments)
+
+    setattr(module, name, either)
+    try:
+        yield
+    finally:
+        setattr(module, name, theirs)
