@@ -169,13 +169,13 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
         numbers = out, out, lse, None, rows, rows, empty(1, dtype=torch.int64)
         of_rows = backward_apart_launch.query_scalars(spec, queries, 100, out, None)
         return [
-            _compile_gluon(keys_kernel, (*of_keys, rows, table, *scalars), tiles.earlier_ptxas),
+            _compile_gluon(keys_kernel, (*of_keys, rows, table, *scalars)),
             _compile_gluon(queries_kernel, (*of_queries, *numbers, *of_rows)),
         ]
     sums = backward_launch.describe_sums(empty(*backward_launch.sums_box(tiles)), tiles)
     ranks = empty(1, dtype=torch.int16) if spec.deterministic else None
     arguments = (*of_keys, sums, empty(1, dtype=spec.dtype), table, ranks, table, *scalars)
-    return [_compile_gluon(backward_kernel, arguments, tiles.earlier_ptxas)]
+    return [_compile_gluon(backward_kernel, arguments)]
 
 
 def _compile_gluon(kernel: Any, arguments: tuple, pays: bool = True) -> tuple[Usage, object]:

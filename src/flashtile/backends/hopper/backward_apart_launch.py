@@ -81,7 +81,7 @@ def prepare_keys(spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch
     tiles_of = table(spec, tiles, of).to(rows.device)
     described = (*map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), pieces)
     arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-    with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
+    with ptxas.earlier_ptxas(OPTIONS) as options:
         return prepared(keys_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 

@@ -158,7 +158,7 @@ class BackwardKernel:
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if ranks is not None else OPTIONS
-        with ptxas.earlier_ptxas(options, tiles.earlier_ptxas) as options:
+        with ptxas.earlier_ptxas(options) as options:
             return prepared(backward_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
