@@ -115,7 +115,12 @@ def without_a_file(package):
     (package / "compiler.py").unlink()
 
 
-@pytest.mark.parametrize("changed", [longer, newer, without_a_record, without_a_file])
+def without_a_size(package):
+    record = package.parent / "package-1.0.dist-info/RECORD"
+    record.write_text(record.read_text().replace(",8\n", ",\n"))
+
+
+@pytest.mark.parametrize("changed", [longer, newer, without_a_record, without_a_file, without_a_size])
 def test_a_package_that_is_not_as_its_wheel_says_is_not_known_by_it(tmp_path, changed):
     package, wheel = install(tmp_path)
     changed(package)

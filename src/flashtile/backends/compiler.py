@@ -154,19 +154,19 @@ def contents_of_wheel(wheel: Distribution, package: Path) -> str | None:
         return None
     try:
         written = os.stat(str(wheel.locate_file(records[0]))).st_mtime_ns
-        found = [(os.stat(str(wheel.locate_file(name))), int(size)) for name, _, size in files]
+        found = [(os.stat(str(wheel.locate_file(name))), size) for name, _, size in files]
     except FileNotFoundError:
         return None
-    if any(file.st_size != size or file.st_mtime_ns > written for file, size in found):
+    if any(str(file.st_size) != size or file.st_mtime_ns > written for file, size in found):
         return None
     return f"{package.name} " + hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
 
 
 @contextlib.contextmanager
 def _with_fences_of_its_own(fn: Any) -> Iterator[None]:
-    """Within, Triton adds no fences of its own between writes to shared memory and copies or products that read it: a
-    kernel in Gluon has them. By 3.6 it adds none to the kernels here, by 3.9 one to each step of the backward pass, as
-    it takes two slots of a ring for one, after a tenth of the time to compile."""
+    """Within, Triton adds no fences between writes to shared memory and the copies or products that read it: a kernel
+    in Gluon has its own. By 3.6 the kernels here get none. 3.9 takes two slots of a ring for one, and so adds one to
+    each step of the backward pass, up to 2 % of its time; to look for them is a tenth of the time to compile."""
     passes: Any = getattr(getattr(nvidia, "passes", None), "ttnvgpuir", None)
     if fn.is_gluon() and hasattr(passes, "add_proxy_fence_insertion"):
         with instead(passes, "add_proxy_fence_insertion", lambda manager, capability: None):
