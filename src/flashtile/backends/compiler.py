@@ -155,7 +155,7 @@ def contents_of_wheel(wheel: Distribution, package: Path) -> str | None:
     try:
         written = os.stat(str(wheel.locate_file(records[0]))).st_mtime_ns
         found = [(os.stat(str(wheel.locate_file(name))), size) for name, _, size in files]
-    except FileNotFoundError:
+    except OSError:
         return None
     if any(str(file.st_size) != size or file.st_mtime_ns > written for file, size in found):
         return None
