@@ -330,6 +330,13 @@ def test_hopper_backward_configs_compile_and_fit(mask, dims):
         assert usage.stack <= 4 * words, usage
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)])
+def test_a_step_of_the_hopper_backward_pass_fences_what_it_wrote_once(dims):
+    ((_, compiled),) = compile_hopper_backward(spec((4096, 4096), (16, 16), dims, BF16, right=0))
+    for body in loops_with_products(compiled):
+        assert sum("FENCE.VIEW.ASYNC" in text for text in body) == 1
+
+
 @pytest.mark.parametrize("mask", [*MASKS, "window"])
 def test_hopper_backward_config_for_few_keys_compiles_and_fits(mask):
     window = {"left": 30, "right": 40}
