@@ -319,9 +319,9 @@ def test_hopper_backward_configs_compile_and_fit(mask, dims):
     case = spec((4096, 4096), (16, 16), dims, BF16, **{**MASKS, "window": window}[mask])
     kernels = compile_hopper_backward(case)
     # words that have no register, such as the number of the thread, may be loaded so often in a step
-    words = 2 if (dims, mask) == ((192, 192), "window") and not EARLIER_TRITON else 0
+    in_memory = 2 if (dims, mask) == ((192, 192), "window") and not EARLIER_TRITON else 0
     for usage, compiled in kernels:
-        fits_and_keeps_its_products_in_flight(usage, compiled, words)
+        fits_and_keeps_its_products_in_flight(usage, compiled, in_memory)
     # outside the loops neither, but for two words of a tile, and two by 3.6; that of dQ where a tile begins, but for
     # these
     without = {(64, 64): kernels, (192, 128): kernels if mask != "window" else kernels[:1]}

@@ -2,7 +2,7 @@
 
 A kernel that is called asks Triton's driver what GPU there is, and that driver a C compiler makes first, for every new
 cache. PyTorch knows, too: so that nothing here needs a C compiler. Nor does what Triton is have to be read from all of
-its files, 0.3 to 0.5 s of a process's first call: a wheel's record says it.
+its files, 0.15 to 0.4 s of a process's first call: a wheel's record says it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import cache as triton_cache
-
-try:
-    from triton._C.libtriton import nvidia
-except ImportError:  # a build for other GPUs
-    nvidia = None
 
 ELEMENTS = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
@@ -100,7 +95,7 @@ def compiled_for(fn: Any, arguments: tuple, options: dict[str, Any], arch: str) 
 
 @functools.cache
 def _compiled(of: Described, options: tuple[tuple[str, Any], ...], arch: str) -> Any:
-    with _COMPILING, _without_collection(), _known_by_its_wheel(), _with_fences_of_its_own(of.fn):
+    with _COMPILING, _without_collection(), _known_by_its_wheel():
         return triton.compile(of.source, target=target_of(arch), options=dict(options))
 
 
@@ -160,19 +155,6 @@ def contents_of_wheel(wheel: Distribution, package: Path) -> str | None:
     if any(str(file.st_size) != size or file.st_mtime_ns > written for file, size in found):
         return None
     return f"{package.name} " + hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _with_fences_of_its_own(fn: Any) -> Iterator[None]:
-    """Within, Triton adds no fences between writes to shared memory and the copies or products that read it: a kernel
-    in Gluon has its own. By 3.6 the kernels here get none. 3.9 takes two slots of a ring for one, and so adds one to
-    each step of the backward pass, up to 2 % of its time; to look for them is a tenth of the time to compile."""
-    passes: Any = getattr(getattr(nvidia, "passes", None), "ttnvgpuir", None)
-    if fn.is_gluon() and hasattr(passes, "add_proxy_fence_insertion"):
-        with instead(passes, "add_proxy_fence_insertion", lambda manager, capability: None):
-            yield
-    else:
-        yield
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """How Triton compiles the Hopper kernels: by which ptxas, as 3.9 is the first to use that of CUDA 13 and has that of
-CUDA 12, and without their line numbers."""
+CUDA 12, without their line numbers, and without fences but their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import triton
 
 from ... import env
+from ..compiler import instead
 
 _PTXAS = threading.Lock()
 
@@ -20,13 +21,13 @@ _PTXAS = threading.Lock()
 @contextlib.contextmanager
 def earlier_ptxas(options: dict[str, Any], pays: bool = True) -> Iterator[dict[str, Any]]:
     """Within, if it pays, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives;
-    if not, by its own, as no other thread is within meanwhile. Either way without line numbers.
+    if not, by its own, as no other thread is within meanwhile. Either way without line numbers and fences of Triton's.
 
     From 3.9 on it takes that of CUDA 13, which works out the addresses of operands at greater length. Of what kernels
     make by Triton 3.6, on an H200: forward D 96 0.92 -> 0.99, D 128 0.97 -> 0.99, D 192 causal 0.97 -> 1.00, backward
     D 192 causal 0.90 -> 1.02. Where there is no such ptxas, or the environment names another, nothing changes.
     """
-    with _PTXAS, _without_line_numbers():  # what is set within is set for all threads
+    with _PTXAS, _without_line_numbers(), _without_more_fences():  # knobs are set for all threads
         if not (pays and _has_earlier_ptxas()):
             yield options
             return
@@ -46,6 +47,16 @@ def _without_line_numbers() -> Iterator[None]:
     with compilation.scope():
         if not env.names_line_info():
             compilation.disable_line_info = True
+        yield
+
+
+@contextlib.contextmanager
+def _without_more_fences() -> Iterator[None]:
+    """Within, Triton adds no fences between writes to shared memory and the copies or products that read it: the
+    kernels have their own. By 3.6 it adds none to them. 3.9 takes two slots of a ring for one, and so adds one to each
+    step of the backward pass, up to 2 % of its time; to look for them is 6 to 17 % of the time to compile."""
+    passes, name = compiler().nvidia.passes.ttnvgpuir, "add_proxy_fence_insertion"
+    with instead(passes, name, lambda manager, capability: None) if hasattr(passes, name) else contextlib.nullcontext():
         yield
 
 
