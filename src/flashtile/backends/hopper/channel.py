@@ -42,7 +42,8 @@ def shape_of(count, box, width, transposed):
 
 @aggregate
 class Ring:
-    """`depth` slots of `parts` buffers each; a slot is full when its loads are done, empty when all readers say so.
+    """`depth` slots of `parts` buffers each; a slot is full when its loads are done, empty when all readers say so. A
+    ring without readers goes with another: its slots are filled behind those of that, and read before they are empty.
 
     Products take a buffer as a matrix, or as several, or in pairs, of every three buffers of a slot the first two as
     one: columns past the width of the swizzle lie behind all rows of those before. Pairs come first in memory, then
@@ -55,18 +56,20 @@ class Ring:
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
     parts: gl.constexpr
+    readers: gl.constexpr
     width: gl.constexpr  # columns that products take: some of a buffer, all, or a pair
     transposed: gl.constexpr
     box: gl.constexpr  # shape of a buffer as it is loaded: (1, S, heads, D), or (rows, D)
     layout: gl.constexpr  # of such a buffer
 
     @gluon.constexpr_function
-    def __init__(self, memory, full, empty, depth, parts, width, transposed, box, layout):
+    def __init__(self, memory, full, empty, depth, parts, readers, width, transposed, box, layout):
         self.memory = memory
         self.full = full
         self.empty = empty
         self.depth = gl.constexpr(depth)
         self.parts = gl.constexpr(parts)
+        self.readers = gl.constexpr(readers)
         self.width = gl.constexpr(width)
         self.transposed = gl.constexpr(transposed)
         self.box = gl.constexpr(box)
@@ -80,7 +83,8 @@ class Ring:
     def await_empty(self, position):
         """Producer: waits until the slot may be written; returns the barrier that its loads must complete."""
         slot = self.slot(position)
-        mbarrier.wait(self.empty.index(slot), ((position // self.depth) & 1) ^ 1)
+        if self.readers > 0:
+            mbarrier.wait(self.empty.index(slot), ((position // self.depth) & 1) ^ 1)
         return self.full.index(slot)
 
     @gluon.jit
@@ -96,7 +100,8 @@ class Ring:
     @gluon.jit
     def release(self, position, pred=True):
         """Consumer: this warpgroup has read the slot."""
-        mbarrier.arrive(self.empty.index(self.slot(position)), pred=pred)
+        if self.readers > 0:
+            mbarrier.arrive(self.empty.index(self.slot(position)), pred=pred)
 
     @gluon.jit
     def three(self, position, part: gl.constexpr):
@@ -186,7 +191,7 @@ def make_ring(
     shape: gl.constexpr = shape_of(depth * parts, box, min(width, box[-1]), TRANSPOSED)
     memory = gl.allocate_shared_memory(desc.dtype, shape, of_matrix(desc.layout, TRANSPOSED))
     full, empty = make_barriers(depth, 1, readers)
-    return Ring(memory, full, empty, depth, parts, width, TRANSPOSED, box, desc.layout)
+    return Ring(memory, full, empty, depth, parts, readers, width, TRANSPOSED, box, desc.layout)
 
 
 @gluon.jit
@@ -202,13 +207,12 @@ def ring_of(matrices, depth: gl.constexpr, parts: gl.constexpr, writers: gl.cons
     """A ring of these matrices, written and read by so many warpgroups."""
     full, empty = make_barriers(depth, writers, readers)
     box: gl.constexpr = [matrices.shape[1], matrices.shape[2]]
-    return Ring(matrices, full, empty, depth, parts, box[-1], False, box, matrices.layout)
+    return Ring(matrices, full, empty, depth, parts, readers, box[-1], False, box, matrices.layout)
 
 
 @gluon.jit
 def make_barriers(depth: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
-    """Those of slots that are full when `writers` and empty when `readers` warps or warpgroups have said so. Without
-    readers nobody waits for it to be empty.
+    """Those of slots that are full when `writers` and empty when `readers` warps or warpgroups have said so.
 
     A barrier that nobody uses must not be made. Triton gives its memory to other buffers, and where several processes
     share a GPU it has been seen to put the barrier back there later, over what a warpgroup had written.

@@ -190,7 +190,7 @@ BACKWARD_D64 = BackwardTiles(
 than to compute. S = 2k, 8k and 16k full +4, +4, +3 %, causal +4, +5, +5 % on an H200. K and V of a tile in registers,
 which takes a sixth of its work off shared memory: S = 2k to 16k full +3 %, causal +1 %, hot +5 %, 512 0 on an H100.
 Exponents masked, not P: S = 1k to 16k full +1.4 to +2 %; S masked: full 0 to +0.5 %, causal -2.5 to -4 %."""
-BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1, masked="P")
+BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. dQ before dV: S = 2k, 8k and 16k full 515, 577, 553 -> 533,
 587, 597 TFLOP/s. S masked, not P: -1 to -2 %; exponents: full -0.4 and -0.9 %."""
 BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=64, v_kept=64)
