@@ -41,8 +41,8 @@ def test_a_config_that_cannot_run_says_so(field, value, message):
         ({"parts": 3}, "head_dim: want one width"),
         ({"parts": 2, "parts_v": 2}, "parts: got 2; want 1, or 3"),
         ({"key_stages": 1}, "key_stages: got 1; want 2"),
-        ({"masked": "dS"}, "masked: got 'dS'; want S, P or, with dQ, exponents"),
-        ({"masked": "exponents", "dq_apart": True}, "masked: got 'exponents'; want S, P or, with dQ, exponents"),
+        ({"masked": "dS"}, "masked: got 'dS'; want S or, with dQ, exponents"),
+        ({"masked": "exponents", "dq_apart": True}, "masked: got 'exponents'; want S or, with dQ, exponents"),
         ({"stages": 4}, "shared memory: got"),
     ],
 )
