@@ -56,7 +56,7 @@ class Problem:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     SOFTCAP: gl.constexpr
-    MASKED: gl.constexpr  # S, P or exponents: see BackwardTiles
+    MASKED: gl.constexpr  # S or exponents: see BackwardTiles
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
     PIECES: gl.constexpr  # there may be pieces of tiles
     PARTS: gl.constexpr  # of a step

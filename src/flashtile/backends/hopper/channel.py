@@ -56,7 +56,7 @@ class Ring:
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
     parts: gl.constexpr
-    readers: gl.constexpr
+    readers: gl.constexpr  # warps or warpgroups that say so
     width: gl.constexpr  # columns that products take: some of a buffer, all, or a pair
     transposed: gl.constexpr
     box: gl.constexpr  # shape of a buffer as it is loaded: (1, S, heads, D), or (rows, D)
