@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from .backward_problem import WARPGROUPS, store_piece, store_slot
 from .channel import add_rings, anew, load_slot, make_ring, width_of_slot
 from .forward import load_q, sit_out
-from .forward_problem import Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
+from .forward_problem import Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
 from .tile import (
     add_product,
     exp2_of_fma,
@@ -50,7 +50,7 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, q_rings, dout_rings, k_ring,
         m_block_before = m_block
         head_k = head // p.group
         for i in range(end - first):
-            col = in_order(p, end - 1 - i, from_first, last, middle) * p.TILE_N
+            col = in_order(p, end - 1 - i, from_first, first, last, middle) * p.TILE_N
             load_slot(k_desc, k_ring, position, batch, col, head_k, k_ring.parts)
             if i == 0:
                 load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
@@ -236,11 +236,11 @@ def compute_loop(
         ds = end_block(p, warpgroup, s, dp, shift, delta, row, (end - 1) * p.TILE_N, to_mask, position, k_ring, v_ring,
                        True, row_layout)  # fmt: skip
         position += 1
-        # the other blocks, from the last to the first: masked at the right edge, full, masked at the left edge
+        # the other blocks, `in_order`
         last, middle = middle_blocks(first, full_first, full_end, end)
-        if p.HAS_RIGHT:
-            for i in range(end - 1 - middle):
-                col = (end - 2 - i) * p.TILE_N
+        if p.HAS_LEFT or p.HAS_RIGHT:
+            for i in range(masked_blocks(first, last, middle, end)):
+                col = in_order(p, end - 2 - i, False, first, last, middle) * p.TILE_N
                 dq, ds = step(p, warpgroup, TURNS, q_ring, dout_ring, q_position, dq, ds, shift, delta, position, row,
                               col, k_ring, v_ring, True, s_layout, p_layout, row_layout)  # fmt: skip
                 position += 1
@@ -248,12 +248,6 @@ def compute_loop(
             dq, ds = step(p, warpgroup, TURNS, q_ring, dout_ring, q_position, dq, ds, shift, delta, position, row,
                           0, k_ring, v_ring, False, s_layout, p_layout, row_layout)  # fmt: skip
             position += 1
-        if p.HAS_LEFT:
-            for i in range(last - first):
-                col = (last - 1 - i) * p.TILE_N
-                dq, ds = step(p, warpgroup, TURNS, q_ring, dout_ring, q_position, dq, ds, shift, delta, position, row,
-                              col, k_ring, v_ring, True, s_layout, p_layout, row_layout)  # fmt: skip
-                position += 1
         free_ring.release(q_position)
         dq = add_product(dq, unpack(ds, DTYPE, p_layout), k_ring, position - 1, True)
         dq = product_wait(dq)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .channel import add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
 from .compat import call_as_worker
 from .forward_epilogue import finish
-from .forward_problem import TAIL, Problem, in_order, mask, middle_blocks, scores_product, tile_to_load
+from .forward_problem import TAIL, Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
 from .tile import (
     add_product,
     exp2_of_fma,
@@ -100,7 +100,7 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
             load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
         head_k = head // p.group
         for i in range(end - first):
-            col = in_order(p, end - 1 - i, from_first, last, middle) * p.TILE_N
+            col = in_order(p, end - 1 - i, from_first, first, last, middle) * p.TILE_N
             load_slot(k_desc, k_ring, position, batch, col, head_k, k_ring.parts)
             if col_before >= 0:
                 load_slot(v_desc, v_ring, position - 1, batch_before, col_before, head_before, v_ring.parts)
@@ -270,8 +270,7 @@ def other_blocks(
     p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, first, full_first, full_end, end,
     careful, k_ring, v_ring, s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of a tile but for that at its end, from the last to the first: masked at the right edge, full, masked
-    at the left edge."""
+    """The blocks of a tile but for that at its end, `in_order`."""
     blocks_here = gl.where(row < p.seqlen_q, end - first, 1)
     for _ in range(end - first - blocks_here):
         sit_out_scores(warpgroup, p, position, k_ring)
@@ -283,16 +282,17 @@ def other_blocks(
     steady = 0
     if p.STEADY:
         steady = gl.where(careful, 0, middle - last)
-    if p.HAS_RIGHT:
+    MASKED: gl.constexpr = p.HAS_LEFT or p.HAS_RIGHT
+    if MASKED:
         # and those without one that a second walk computes with a running maximum: a loop less to compile
         unmasked = middle - last - steady if p.STEADY else 0
-        for i in range(end - 1 - middle + unmasked):
-            col = (end - 2 - i) * p.TILE_N
+        for i in range(masked_blocks(first, last, middle, end) + unmasked):
+            col = in_order(p, end - 2 - i, False, first, last, middle) * p.TILE_N
             o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
                                   col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
             has_o = True
             position += 1
-    if not (p.HAS_RIGHT and p.STEADY):
+    if not (MASKED and p.STEADY):
         for _ in range(middle - last - steady):
             o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
                                   0, k_ring, v_ring, False, False, s_layout, p_layout)  # fmt: skip
@@ -303,13 +303,6 @@ def other_blocks(
         for _ in range(steady):
             o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
                                   0, k_ring, v_ring, False, True, s_layout, p_layout)  # fmt: skip
-            has_o = True
-            position += 1
-    if p.HAS_LEFT:
-        for i in range(last - first):
-            col = (last - 1 - i) * p.TILE_N
-            o, probs, m, l = step(p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, final, row,
-                                  col, k_ring, v_ring, True, False, s_layout, p_layout)  # fmt: skip
             has_o = True
             position += 1
     return o, probs, m, l, has_o, position

@@ -158,7 +158,9 @@ class Problem:
         )
         _, middle = middle_blocks(first, full_first, full_end, end)
         unseen = ((end - 1) * self.TILE_N >= seen_end) & (end - 1 > middle)
-        return gl.maximum(own_full_end, full_first), unseen.to(gl.int32)
+        if not self.HAS_LEFT:  # or blocks with a mask would not come first, in one order for all
+            full_end = gl.maximum(own_full_end, full_first)
+        return full_end, unseen.to(gl.int32)
 
 
 @gluon.jit
@@ -181,13 +183,22 @@ def tile_to_load(p, entries, t, m_block_before, from_first):
 
 
 @gluon.jit
-def in_order(p, block, from_first, last, middle):
-    """The block that comes in place of `block`, of blocks that come from the last to the first.
+def masked_blocks(first, last, middle, end):
+    """How many blocks have a mask, but for the first that is computed, end - 1."""
+    return end - 1 - middle + (last - first)
+
+
+@gluon.jit
+def in_order(p, block, from_first, first, last, middle):
+    """The block that comes in place of `block`, of blocks from the last to the first: those with a mask come first.
 
     Where tiles end at different keys, and these are many, blocks without a mask come from the first to the last for
     tiles that programs begin at the same time, and the other way for the next ones, which end at the same time: they
     then read the same blocks at the same time.
     """
+    if p.HAS_LEFT:
+        before = gl.where(block < middle - (last - first), last - first, last - middle)
+        block = gl.where(block < middle, block + before, block)
     if p.HAS_RIGHT:
         turned = from_first & (p.seqlen_k >= MANY_KEYS) & (block >= last) & (block < middle)
         block = gl.where(turned, last + middle - 1 - block, block)
