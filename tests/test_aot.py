@@ -30,6 +30,7 @@ from cases import BF16, FLOAT, spec
 
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.hopper import ptxas
+from flashtile.backends.hopper.compat import SINCE_3_9
 from flashtile.backends.triton import config, decode_config, decode_launch
 from flashtile.cache import FP8
 
@@ -298,7 +299,6 @@ def test_a_steady_step_waits_for_its_last_product_half_way_through_the_softmax(m
         assert 32 <= sum(exponentials[:last_wait]) < 42
 
 
-EARLIER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 WIDE = [(192, 128), (192, 192), (256, 128), (256, 256)]
 
 
@@ -323,7 +323,7 @@ def test_hopper_backward_configs_compile_and_fit(mask, dims):
     # outside the loops neither, but for two words of a tile, and two by 3.6; that of dQ where a tile begins, but for
     # these
     without = {(64, 64): kernels, (192, 128): kernels if mask != "window" else kernels[:1]}
-    words = (4 if EARLIER_TRITON else 2) if dims == (64, 64) and mask != "full" else 0
+    words = (2 if SINCE_3_9 else 4) if dims == (64, 64) and mask != "full" else 0
     for usage, _ in without.get(dims, kernels[:1] if dims in WIDE else []):
         assert usage.stack <= 4 * words, usage
 

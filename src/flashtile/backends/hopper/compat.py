@@ -1,6 +1,7 @@
 """What differs between the Gluon of Triton 3.6 and of later releases, under one name each, and what none of them has a
 name for."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -8,6 +9,7 @@ from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
+SINCE_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
