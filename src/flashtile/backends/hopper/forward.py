@@ -2,7 +2,7 @@
 
 A persistent program per multiprocessor walks the tiles of its schedule. One warp loads by TMA; two or three
 warpgroups compute 64 rows each by WGMMA, above 64 dims with O += P V of a block under the softmax of the next (section
-3.2), and take turns on the matrix units (ping-pong, section 3.1). With two, up to 192 dims, the walk is one flat loop:
+3.2), and take turns on the matrix units (ping-pong, section 3.1). With two, up to 128 dims, the walk is one flat loop:
 the first product of a tile runs under the last of the tile before, and its epilogue under the next softmax.
 
 Blocks that need no mask keep the maximum that the blocks before them found (STEADY). Any number will do for it, as it
