@@ -111,7 +111,8 @@ D192 = Tiles(
 )  # fmt: skip
 """V and O in blocks of 64 dims are not padded to 256 either: S = 2k and 8k full +15, +16 %; of that, K and V in three
 stages, not two, +3, +2 %. The first 128 dims of Q in registers: S = 512 to 8k +0.3 to +0.5 %, and by triton 3.9 full
-0.96 to 0.975 of what it makes by 3.6 -> 1.00. A tile that ends before the next begins: S = 2k +1 and +2 %."""
+0.96 to 0.975 of what it makes by 3.6 -> 1.00. A tile that ends before the next begins: S = 512 full
++3.5 %, 2k +1 and +2 %, 8k 0 and +0.5 %."""
 D256 = Tiles(
     256, 256, warpgroups=2, tile_n=64, q_stages=1, stages=2, compute_registers=240, q_kept=128, out_parts=2, tails=True,
     flat=False,

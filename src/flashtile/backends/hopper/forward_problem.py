@@ -197,8 +197,9 @@ def in_order(p, block, from_first, first, last, middle):
     then read the same blocks at the same time.
     """
     if p.HAS_LEFT:
-        before = gl.where(block < middle - (last - first), last - first, last - middle)
-        block = gl.where(block < middle, block + before, block)
+        # those of the left edge, first ... last - 1, before those without a mask, last ... middle - 1
+        apart = gl.where(block < middle - (last - first), last - first, last - middle)
+        block = gl.where(block < middle, block + apart, block)
     if p.HAS_RIGHT:
         turned = from_first & (p.seqlen_k >= MANY_KEYS) & (block >= last) & (block < middle)
         block = gl.where(turned, last + middle - 1 - block, block)
