@@ -37,6 +37,7 @@ from flashtile.cache import FP8
 ARCHITECTURES = ["sm_80", "sm_90", "sm_120", "gfx942", "gfx1201"]
 SHARED_MEMORY = {"sm_80": 166_912, "sm_90": 232_448, "sm_120": 101_376, "gfx942": 65_536, "gfx1201": 65_536}
 MASKS = {"full": {}, "causal": {"right": 0}}
+WINDOWS = {**MASKS, "window": {"left": 300, "right": 40}}
 FEATURES = {"left": 300, "right": 40, "softcap": 20.0}
 
 pytestmark = pytest.mark.slow
@@ -239,7 +240,7 @@ def test_every_feature_at_once_compiles(arch):
         compile_kernel(kernel, case, arch, *tensors)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", WINDOWS)
 @pytest.mark.parametrize(
     ("dims", "seqlen"),
     [
@@ -248,7 +249,7 @@ def test_every_feature_at_once_compiles(arch):
     ],
 )  # fmt: skip
 def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask, dims, seqlen):
-    case = spec((seqlen, seqlen), (16, 16), dims, BF16, **MASKS[mask])
+    case = spec((seqlen, seqlen), (16, 16), dims, BF16, **WINDOWS[mask])
     usage, compiled = compile_hopper(case)
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
@@ -312,11 +313,10 @@ def fits_and_keeps_its_products_in_flight(usage, compiled):
     assert not barriers_left_alone(compiled)
 
 
-@pytest.mark.parametrize("mask", [*MASKS, "window"])
+@pytest.mark.parametrize("mask", WINDOWS)
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), *WIDE])
 def test_hopper_backward_configs_compile_and_fit(mask, dims):
-    window = {"left": 300, "right": 40}
-    case = spec((4096, 4096), (16, 16), dims, BF16, **{**MASKS, "window": window}[mask])
+    case = spec((4096, 4096), (16, 16), dims, BF16, **WINDOWS[mask])
     kernels = compile_hopper_backward(case)
     for usage, compiled in kernels:
         fits_and_keeps_its_products_in_flight(usage, compiled)
@@ -335,10 +335,9 @@ def test_a_step_of_the_hopper_backward_pass_fences_what_it_wrote_once(dims):
         assert sum("FENCE.VIEW.ASYNC" in text for text in body) == 1
 
 
-@pytest.mark.parametrize("mask", [*MASKS, "window"])
+@pytest.mark.parametrize("mask", WINDOWS)
 def test_hopper_backward_config_for_few_keys_compiles_and_fits(mask):
-    window = {"left": 30, "right": 40}
-    case = spec((4096, 128), (16, 16), (128, 128), BF16, **{**MASKS, "window": window}[mask])
+    case = spec((4096, 128), (16, 16), (128, 128), BF16, **WINDOWS[mask])
     for usage, compiled in compile_hopper_backward(case):
         fits_and_keeps_its_products_in_flight(usage, compiled)
         assert not usage.spills, usage
