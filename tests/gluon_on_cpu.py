@@ -222,10 +222,13 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
     elif "ld.acquire" in text:
         pointer, count = arguments
         wait_until(lambda: pointer.tensor[pointer.at] == count)
+    elif "ld.relaxed" in text:
+        pointer, count, _looks = arguments  # it would go on after some looks in any case
+        assert pointer.tensor[pointer.at] <= count
     elif "cp.async.bulk.wait_group 0;" in text:
         wait_until(lambda: all(store.done for store in HERE.stores))
         HERE.stores.clear()
-    elif "fence.acq_rel.gpu;" in text:
+    elif "red.relaxed.gpu" in text:  # behind a fence or not
         with LOCK:
             (pointer,) = arguments
             pointer.tensor[pointer.at] += 1
@@ -360,6 +363,7 @@ class Language:
     pointer_type = staticmethod(identity)
     num_warps = staticmethod(lambda: 4)
     program_id = staticmethod(lambda _axis: HERE.program.id)
+    num_programs = staticmethod(lambda _axis: HERE.program.of)
     convert_layout = staticmethod(lambda x, _layout: x)
     zeros = staticmethod(lambda shape, dtype, _layout: registers(torch.zeros(shape, dtype=dtype)))
     full = staticmethod(lambda shape, x, dtype, _layout: registers(torch.full(shape, x, dtype=dtype)))
@@ -422,7 +426,8 @@ def run(kernel: Any, programs: int, arguments: tuple, seconds: float = 60.0, tog
     """All programs of a kernel, one after the other or at the same time, begun in any order; TimeoutError where roles
     wait for each other for ever."""
     begun = [
-        SimpleNamespace(id=i, named={}, errors=[], stores=[], stopped=False, deadline=0.0) for i in range(programs)
+        SimpleNamespace(id=i, of=programs, named={}, errors=[], stores=[], stopped=False, deadline=0.0)
+        for i in range(programs)
     ]
 
     def run_one(program: SimpleNamespace) -> None:

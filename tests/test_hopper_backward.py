@@ -13,7 +13,7 @@ from cases import BF16, HALF, spec, takes
 
 from flashtile.backends import hopper, reference
 from flashtile.backends.hopper import backward_apart_launch, backward_launch, config, launch, schedule
-from flashtile.backends.hopper.backward_sums import WRITTEN
+from flashtile.backends.hopper.backward_problem import WRITTEN
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -72,14 +72,16 @@ def backward_on_cpu(
     kernel = gluon_on_cpu.load("backward").backward_kernel
     box = list(backward_launch.sums_box(tiles))
     pieces = torch.full((sum(map(len, of.pieces)), tiles.keys, tiles.head_dim_v + tiles.head_dim), float("nan"))
-    added = torch.full((case.batch * case.heads_q * blocks,), WRITTEN.value if of.zeros else 0, dtype=torch.int32)
+    of_blocks, rounds = case.batch * case.heads_q * blocks, backward_launch.rounds_together(of)
+    added = torch.full((of_blocks + rounds,), WRITTEN.value if of.zeros else 0, dtype=torch.int32)
     ranks = None if of.ranks is None else gluon_on_cpu.Pointer(of.ranks.flatten())
     pointers = gluon_on_cpu.Pointer(pieces.view(-1)), gluon_on_cpu.Pointer(added), ranks
     of_sums = gluon_on_cpu.Descriptor(sums.view(-1, box[1]), box)
     arguments = (*descriptors, of_rows, of_sums, *pointers, gluon_on_cpu.Pointer(table.flatten()), *scalars)
     gluon_on_cpu.run(kernel, len(table), arguments, together=case.deterministic or random.random() < 0.5)
     add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), dk, dv)
-    there = added[:, None] != 0
+    assert (added[of_blocks + 1 :] == WRITTEN.value + len(table)).all()  # all that begin a round are counted
+    there = added[:of_blocks, None] != 0
     sums = torch.where(there, sums.view(len(there), -1), 0.0)
     return in_order(sums, case, tiles, blocks), dk, dv
 
@@ -297,19 +299,24 @@ def test_a_pass_is_prepared_once_and_hands_its_kernels_their_tensors(kernels):
     assert prepared == [("BEGIN", 6), ("MAIN", 10), ("ADD", 3), ("FINISH", 3)]
 
 
-@pytest.mark.parametrize("name", ["full", "causal"])
-def test_where_a_head_is_too_large_for_the_cache_and_has_no_mask_sums_are_zero_before(name, kernels, monkeypatch):
+@pytest.mark.parametrize("name", ["full", "causal", "D 96", "tiles of one step"])
+def test_where_a_head_is_too_large_for_the_cache_and_has_no_mask_sums_are_zero_and_programs_stay_together(
+    name, kernels, monkeypatch
+):
     monkeypatch.setattr(schedule, "SECTION_BYTES", 0)
+    monkeypatch.setattr(gluon_on_cpu.load("backward_problem"), "STEPS_AHEAD", 1)
     case = CASES[name]
-    zeros = name == "full"
+    zeros = name != "causal"
     inputs = make_inputs(case)
     tiles = config.choose_backward(case)
-    assert wrong(case, inputs, backward_on_cpu(case, tiles, inputs, programs=3)) == []
-    of = backward_launch.ordered(case, tiles, programs=3)
+    assert wrong(case, inputs, backward_on_cpu(case, tiles, inputs, programs=2)) == []
+    of = backward_launch.ordered(case, tiles, programs=2)
     assert of.zeros == zeros
     assert of.turns == sorted(of.turns)
+    assert (backward_launch.rounds_together(of) > 1) == zeros
     q, k, v, dout, _ = inputs
-    hopper.backward(case, dout, None, q, k, v, torch.empty_like(q), torch.empty(case.batch, 1, case.seqlen_q))
+    lse = torch.empty(case.batch, case.heads_q, case.seqlen_q)
+    hopper.backward(case, dout, None, q, k, v, torch.empty_like(dout), lse)
     *_, sums, _, added = kernels[1]["MAIN"]
     assert not zeros or (sums.count_nonzero() == 0 and (added == WRITTEN.value).all())
     assert not backward_launch.ordered(replace(case, deterministic=True), tiles, 3).zeros

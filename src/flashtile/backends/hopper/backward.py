@@ -342,8 +342,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`.
 
-    added: (B, Hq, row_blocks) int32, 0, or WRITTEN where sums are zero; ranks: those of `order` in order.py, or
-    None: tiles add in any order.
+    added: (B, Hq, row_blocks) int32, 0, or WRITTEN where sums are zero, as are the counts of rounds behind them then;
+    ranks: those of `order` in order.py, or None: tiles add in any order.
     """
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
                 TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, ranks_ptr is not None)  # fmt: skip
@@ -366,7 +366,7 @@ def backward_kernel(
         (compute_loop, (1, DQ_PARTS, K_KEPT, V_KEPT, p, dk_desc, dv_desc, pieces_ptr,
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas)),
+                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas, added_ptr)),
         (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, dq_ring_1, added_ptr, ranks_ptr)),
         (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, dq_ring_1, added_ptr, ranks_ptr)),
     ], [4, 1, 1, 1],

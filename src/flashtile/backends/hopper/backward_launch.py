@@ -17,9 +17,9 @@ from ..launcher import Launcher, StreamLaunch, prepared
 from . import config, ptxas
 from .backward import backward_kernel
 from .backward_pieces import add_kernel
-from .backward_problem import END, FIELDS, FIRST, PIECE, TURN
+from .backward_problem import END, FIELDS, FIRST, PIECE, ROUND, TURN, WRITTEN
 from .backward_rows import begin_kernel, finish_kernel
-from .backward_sums import SUMS_WIDTH, WRITTEN
+from .backward_sums import SUMS_WIDTH
 from .launch import LOG2E, OPTIONS, Box, describe, programs_on, shared_tiles
 from .order import Order, order
 from .schedule import backward_schedule, begins_with_zeros, scattered, tile_fields, turn_of, with_pieces
@@ -80,9 +80,15 @@ def in_any_order(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int
     return Order(lists, turns, None, pieces, zeros)
 
 
+def rounds_together(of: Order) -> int:
+    """How many rounds of tiles, one for each program, begin close together."""
+    return min(map(len, of.lists)) if of.zeros else 0
+
+
 def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor:
     """(programs, rounds, FIELDS) int32: how many tiles a program has, then the tiles, and its pieces of others."""
     n_blocks, n_steps = -(-spec.seqlen_k // tiles.keys), spec.group * row_blocks(spec, tiles)
+    counts = spec.batch * spec.heads_q * row_blocks(spec, tiles)  # behind what is said of so many blocks of dQ
     fields = [
         tile_fields(spec, place % n_blocks, tiles.keys, tiles.tile_m, turn, place * n_steps)
         for place, turn in enumerate(of.turns)
@@ -96,6 +102,8 @@ def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor
     for program, (tiles_of, pieces_of) in enumerate(zip(of.lists, of.pieces, strict=True)):
         all_of = [*tiles_of, *(piece.tile for piece in pieces_of)]
         rows = [[*divmod(head, spec.heads_k), *of_place[place]] for head, place in all_of]
+        for i in range(1, rounds_together(of)):
+            rows[i][ROUND.value] = counts + i
         for row, piece in zip(rows[len(tiles_of) :], pieces_of, strict=True):
             n_pieces += 1
             row[FIRST.value], row[END.value], row[TURN.value], row[PIECE.value] = piece.first, piece.end, 0, n_pieces
@@ -222,9 +230,10 @@ class BackwardPass(Launcher):
         tiles = config.choose_backward(spec)
         device, n_rows = tensors[-1].device, spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
 
+        of = ordered(spec, tiles, programs_on(device))
         sizes = [
             (2 * n_rows, torch.float32), (n_rows * tiles.head_dim, torch.float32),
-            (n_rows // tiles.tile_m, torch.int32),
+            (n_rows // tiles.tile_m + rounds_together(of), torch.int32),
         ]  # fmt: skip
 
         def scratch() -> list[Tensor]:
@@ -234,7 +243,6 @@ class BackwardPass(Launcher):
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         rows, sums, added = scratch()
         begin = BEGIN.prepare(spec, (out, dout, lse, dlse, rows, added))
-        of = ordered(spec, tiles, programs_on(device))
         # the memory of dq holds the pieces until dq is written
         main = MAIN.prepare(spec, (q, dout, k, v, dk, dv, rows, sums, dq, added), of)
         add = ADD.prepare(spec, (dq, dk, dv), of)

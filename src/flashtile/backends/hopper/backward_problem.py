@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .channel import load_parts, load_slot, section, width_of_slot
 from .compat import aggregate, load_async, store_async
 from .tile import exp2_of_fma, parts_of, store_matrix, tanh, width_of
+from .together import STEPS_AHEAD, await_begun, say_begun
 
 KEYS = gl.constexpr(64)  # of one warpgroup: the rows of one wgmma
 QUERIES = gl.constexpr(64)  # of one part of a step
@@ -36,7 +37,10 @@ LEFT_EDGE = gl.constexpr(9)
 TURN = gl.constexpr(10)  # blocks past the first at which the tile begins; or -(first + end): it goes backwards
 RANKS = gl.constexpr(11)  # where its ranks begin, if tiles add to dQ in order
 PIECE = gl.constexpr(12)  # 0 or, of a piece of a tile, 1 + which of all pieces
+ROUND = gl.constexpr(13)  # 0 or, if programs stay together, where in `added` those that begin this round are counted
 FIELDS = gl.constexpr(16)
+
+WRITTEN = gl.constexpr(2)  # a block of dQ is there: see backward_sums.py; a count of rounds begins there too
 
 
 @aggregate
@@ -117,7 +121,9 @@ def first_step(ring):
 
 
 @gluon.jit
-def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas):
+def load_loop(
+    p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas, added_ptr=None
+):  # fmt: skip
     """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO."""
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
@@ -126,6 +132,11 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         load_slot(k_desc, k_ring, tile, batch, key, head_k, q_ring.parts)  # line 6
+        count = 0
+        if added_ptr is not None:
+            count = gl.load(entry + ROUND)
+            if count > 0:
+                say_begun(added_ptr + count)
         for i in range(p.group):
             head = head_k * p.group + i
             for j in range(first, end):
@@ -135,6 +146,9 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring
                     if j == first:
                         load_slot(v_desc, v_ring, tile, batch, key, head_k, dout_ring.parts)
                 load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
+                if added_ptr is not None:
+                    if (count > 0) & (j == first + STEPS_AHEAD):
+                        await_begun(added_ptr + count, WRITTEN + gl.num_programs(0))
                 position += 1
         tile += 1
         entry += FIELDS

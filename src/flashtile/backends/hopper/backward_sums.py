@@ -8,14 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .backward_problem import BATCH, END, FIELDS, FIRST, HEAD_K, RANKS, TURN, first_step
+from .backward_problem import BATCH, END, FIELDS, FIRST, HEAD_K, RANKS, TURN, WRITTEN, first_step
 from .channel import make_ring
 from .compat import add_async, store_async
 from .tile import halves
 
 SUMS_WIDTH = gl.constexpr(256)  # of a row of the sums of dQ: as wide as a copy may be
 ADDERS = gl.constexpr(2)  # warps that add, each of them every so many steps; no more, as `await_turn` tells two apart
-WRITTEN = gl.constexpr(2)
 
 
 @gluon.constexpr_function
