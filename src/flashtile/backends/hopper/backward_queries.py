@@ -156,7 +156,7 @@ def end_block(
     s = capped
     if MASKED:
         if to_mask:
-            s = mask(p, s, row, col, row_layout)
+            s = mask(p, s, row, col, row_layout, False)
     probs = exp2_of_fma(s, p.unit, shift[:, None])
     if warpgroup == 0:
         dp = warpgroup_mma_wait(0, deps=(dp,))

@@ -134,7 +134,7 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
     s = scores(p, s)
     if MASKED:
         if to_mask:
-            s = mask(p, s, row, col, row_layout)
+            s = mask(p, s, row, col, row_layout, True)
     m_new = gl.maximum(m, gl.max(s, axis=1))
     top = m_new
     if MASKED:
@@ -233,7 +233,7 @@ def tail_scores(p, q, q_ring, q_position, row, col, k_ring, position, s):
     s = scores_product(p, q, q_ring, q_position, k_ring, position, s)
     s = warpgroup_mma_wait(0, deps=(s,))
     k_ring.release(position)
-    return mask(p, scores(p, s), row, col, gl.SliceLayout(1, s.type.layout))
+    return mask(p, scores(p, s), row, col, gl.SliceLayout(1, s.type.layout), True)
 
 
 @gluon.jit

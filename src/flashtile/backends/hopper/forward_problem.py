@@ -207,22 +207,34 @@ def in_order(p, block, from_first, first, last, middle):
 
 
 @gluon.jit
-def mask(p, s, row, col, row_layout: gl.constexpr):
-    """S with -inf where query row + i // PACK does not see key col + j: a limit per row, columns as constants.
+def mask(p, s, row, col, row_layout: gl.constexpr, BY_EDGE: gl.constexpr):
+    """S with -inf where query row + i // PACK does not see key col + j: a limit per row, columns as constants. BY_EDGE:
+    in a window only what an edge cuts is compared with it, mostly one of the two.
 
     What the lane adds to a column, bits 1 and 2, is taken off the limits: added to the columns it would take a register
     for each, hoisted out of the loop and spilled.
     """
-    rows = row + gl.arange(0, p.TILE_M, row_layout) // p.PACK + (p.seqlen_k - p.seqlen_q)
+    offset = p.seqlen_k - p.seqlen_q
+    rows = row + gl.arange(0, p.TILE_M, row_layout) // p.PACK + offset
     cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     of_lane = (cols & 6)[None, :]
     cols = (cols & ~6)[None, :]
-    last = gl.zeros_like(rows) + (p.seqlen_k - 1 - col)
+    end = p.seqlen_k - 1 - col
+    last = gl.zeros_like(rows) + end
     if p.HAS_RIGHT:
         last = gl.minimum(last, rows + (p.window_right - col))
-    s = gl.where(cols <= last[:, None] - of_lane, s, float("-inf"))
+        end = gl.minimum(end, row + offset + (p.window_right - col))
+    cut = True
+    if p.HAS_LEFT and BY_EDGE:
+        cut = end < s.shape[1] - 1
+    if cut:
+        s = gl.where(cols <= last[:, None] - of_lane, s, float("-inf"))
     if p.HAS_LEFT:
-        s = gl.where(cols >= (rows - (p.window_left + col))[:, None] - of_lane, s, float("-inf"))
+        first = rows - (p.window_left + col)
+        if BY_EDGE:
+            cut = row + offset + (p.TILE_M - 1) // p.PACK > p.window_left + col
+        if cut:
+            s = gl.where(cols >= first[:, None] - of_lane, s, float("-inf"))
     return s
 
 
