@@ -338,7 +338,7 @@ def backward_kernel(
     TILE_M: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, MASKED: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
-    K_KEPT: gl.constexpr, V_KEPT: gl.constexpr, DQ_PARTS: gl.constexpr,
+    K_KEPT: gl.constexpr, V_KEPT: gl.constexpr, DQ_PARTS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, a warp in `load_loop`, two in `add_loop`.
 
@@ -366,7 +366,7 @@ def backward_kernel(
         (compute_loop, (1, DQ_PARTS, K_KEPT, V_KEPT, p, dk_desc, dv_desc, pieces_ptr,
                         q_ring, dout_ring, k_ring, v_ring, ds_ring, dq_ring_1, shifts, deltas)),
         (load_loop, (p, q_desc, dout_desc, k_desc, v_desc, rows_desc,
-                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas, added_ptr)),
+                     q_ring, dout_ring, k_ring, v_ring, shifts, deltas, added_ptr if TOGETHER else None)),
         (add_loop, (0, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, dq_ring_1, added_ptr, ranks_ptr)),
         (add_loop, (1, DQ_PARTS, p, sums_desc, q_ring, dq_ring_0, dq_ring_1, added_ptr, ranks_ptr)),
     ], [4, 1, 1, 1],

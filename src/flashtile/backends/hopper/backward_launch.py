@@ -77,12 +77,8 @@ def in_any_order(spec: AttentionSpec, tiles: config.BackwardTiles, programs: int
     lists, pieces = with_pieces(
         spec, lists, row_blocks(spec, tiles), spec.group, programs, dq_bytes // piece_bytes(tiles)
     )  # fmt: skip
-    return Order(lists, turns, None, pieces, zeros)
-
-
-def rounds_together(of: Order) -> int:
-    """How many rounds of tiles, one for each program, begin close together."""
-    return min(map(len, of.lists)) if of.zeros else 0
+    together = min(map(len, lists)) if zeros and tiles.together else 0
+    return Order(lists, turns, None, pieces, zeros, together)
 
 
 def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor:
@@ -102,7 +98,7 @@ def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor
     for program, (tiles_of, pieces_of) in enumerate(zip(of.lists, of.pieces, strict=True)):
         all_of = [*tiles_of, *(piece.tile for piece in pieces_of)]
         rows = [[*divmod(head, spec.heads_k), *of_place[place]] for head, place in all_of]
-        for i in range(1, rounds_together(of)):
+        for i in range(1, of.together):
             rows[i][ROUND.value] = counts + i
         for row, piece in zip(rows[len(tiles_of) :], pieces_of, strict=True):
             n_pieces += 1
@@ -135,7 +131,8 @@ def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tu
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, tiles.masked,
         tiles.compute_registers, tiles.load_registers,
-        tiles.parts, tiles.parts_v, tiles.k_kept, tiles.v_kept, *(() if tiles.dq_apart else (tiles.dq_parts,)),
+        tiles.parts, tiles.parts_v, tiles.k_kept, tiles.v_kept,
+        *(() if tiles.dq_apart else (tiles.dq_parts, tiles.together)),
     )  # fmt: skip
 
 
@@ -233,7 +230,7 @@ class BackwardPass(Launcher):
         of = ordered(spec, tiles, programs_on(device))
         sizes = [
             (2 * n_rows, torch.float32), (n_rows * tiles.head_dim, torch.float32),
-            (n_rows // tiles.tile_m + rounds_together(of), torch.int32),
+            (n_rows // tiles.tile_m + of.together, torch.int32),
         ]  # fmt: skip
 
         def scratch() -> list[Tensor]:

@@ -145,6 +145,7 @@ class BackwardTiles:
     v_kept: int = 0  # of V
     masked: str = "S"  # or exponents: these where only keys past the end of K are masked, else P
     dq_apart: bool = False  # dQ has a kernel of its own
+    together: bool = True  # programs, where a head is too large for the cache: together.py
     box_keys: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -196,11 +197,14 @@ Exponents masked, not P: S = 1k to 16k full +1.4 to +2 %; S masked: full 0 to +0
 BACKWARD_D128 = BackwardTiles(128, 128, stages=2, key_stages=2, value_stages=1)
 """V in one slot leaves room for dQ on its way out. S masked, not P: S = 8k full +0.6 %, causal +0.4 %, since dV is
 issued as soon as there is P; exponents: full +0.4 %, causal 0."""
-BACKWARD_D96 = BackwardTiles(96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=64, v_kept=64)
+BACKWARD_D96 = BackwardTiles(
+    96, 96, stages=2, key_stages=2, value_stages=2, parts=3, parts_v=3, k_kept=64, v_kept=64, together=False
+)
 """Nothing is padded to 128, and there is room for V in two slots. Products take two parts as one: those of 32 columns
 take longer to read dS from shared memory, for dQ, than to compute. S = 512 full +10 %, causal +21 %, 2k to 8k +1 to
 +4 % on an H200, against 128 dims with zeros. 64 dims of K and V in registers: S = 4k full +3 % on an H100. S masked,
-not P: S = 4k and 8k full +3 %, causal 0 on an H200; exponents: full +1.5 %."""
+not P: S = 4k and 8k full +3 %, causal 0 on an H200; exponents: full +1.5 %. Programs that look whether they are
+together: S = 512, 4k and 8k full -1.5 to -2 %, causal -0.5 %."""
 KEYS_D128 = BackwardTiles(128, 128, stages=4, key_stages=2, value_stages=2, k_kept=128, v_kept=128, dq_apart=True)
 """For queries that see few keys: no kernels before and after. S = 256 causal +5 %, full -2 %, S = 512 causal -1 % on an
 H200."""

@@ -43,7 +43,8 @@ class Order(NamedTuple):
     turns: list[int]  # of the tiles of a head, for each way to go through it
     ranks: Tensor | None  # (len(turns), group * row_blocks) int16: how many add before, step by step of each tile
     pieces: list[list[Piece]]  # what programs have of tiles that they share
-    zeros: bool = False  # sums of dQ are zero before, and programs stay together
+    zeros: bool = False  # sums of dQ are zero before
+    together: int = 0  # so many rounds, a tile for each program, begin close together
 
 
 class Team(NamedTuple):
