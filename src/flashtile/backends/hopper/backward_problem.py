@@ -124,7 +124,8 @@ def first_step(ring):
 def load_loop(
     p, q_desc, dout_desc, k_desc, v_desc, rows_desc, q_ring, dout_ring, k_ring, v_ring, shifts, deltas, added_ptr=None
 ):  # fmt: skip
-    """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO."""
+    """The producer warp: K and V of every tile, and for each query head of its group the blocks of Q and dO. added_ptr:
+    what counts rounds of tiles, unless programs never stay together."""
     entry, n_tiles = p.tiles()
     position = first_step(q_ring)
     tile = k_ring.first()
@@ -132,7 +133,6 @@ def load_loop(
         batch, head_k, key = gl.load(entry + BATCH), gl.load(entry + HEAD_K), gl.load(entry + KEY)
         first, end, turn = gl.load(entry + FIRST), gl.load(entry + END), gl.load(entry + TURN)
         load_slot(k_desc, k_ring, tile, batch, key, head_k, q_ring.parts)  # line 6
-        count = 0
         if added_ptr is not None:
             count = gl.load(entry + ROUND)
             if count > 0:
