@@ -274,7 +274,7 @@ def kernels(monkeypatch):
             return lambda stream, *tensors: given.update({name: tensors})
 
         monkeypatch.setattr(getattr(backward_launch, name), "prepare", prepare)
-    monkeypatch.setattr(backward_launch, "BACKWARD", backward_launch.BackwardPass())
+    monkeypatch.setattr(hopper, "BACKWARD", backward_launch.BackwardPass())
     monkeypatch.setattr(backward_launch, "programs_on", lambda _device: 132)
     return prepared, given
 
