@@ -174,7 +174,7 @@ def mask(p, x, unseen: gl.constexpr, entry, key, row):
     queries = (queries & ~6)[None, :]
     seen = keys < gl.load(entry + KEYS_HERE)
     BY_EDGE: gl.constexpr = by_edge(p)
-    cut = True
+    cut = True  # by the edge at hand
     if BY_EDGE:
         cut = row < gl.load(entry + FULL_FIRST) * p.TILE_M
     if cut:

@@ -262,7 +262,8 @@ QUERIES_D192_DV128 = QueryTiles(192, 128, key_stages=3, value_stages=3, parts=3)
 QUERIES_D192 = QueryTiles(192, 192, key_stages=3, value_stages=2, parts=3, parts_v=3)
 """Without turns S = 2k full and 8k causal -2 %."""
 QUERIES_D256 = QueryTiles(256, 256, key_stages=2, value_stages=1, turns=False)
-"""What fits: K of a step is read in the next, too. Without turns full +1 to +2 %, causal 0 to +1 %, hot 0 to -0.5 %."""
+"""What fits: K of a step is read in the next, too. Without turns full +1 to +2 %, causal 0 to +1 %, hot 0 to -0.5 %; by
+triton 3.9 with a mask they pay: `in_turns` in backward_apart_launch.py."""
 QUERIES_D256_DV128 = QueryTiles(256, 128, key_stages=2, value_stages=3)
 """Dv is not padded."""
 

@@ -219,12 +219,12 @@ def mask(p, s, row, col, row_layout: gl.constexpr, BY_EDGE: gl.constexpr):
     cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     of_lane = (cols & 6)[None, :]
     cols = (cols & ~6)[None, :]
-    end = p.seqlen_k - 1 - col
+    end = p.seqlen_k - 1 - col  # the last key that the first row sees
     last = gl.zeros_like(rows) + end
     if p.HAS_RIGHT:
         last = gl.minimum(last, rows + (p.window_right - col))
         end = gl.minimum(end, row + offset + (p.window_right - col))
-    cut = True
+    cut = True  # by the edge at hand
     if p.HAS_LEFT and BY_EDGE:
         cut = end < s.shape[1] - 1
     if cut:

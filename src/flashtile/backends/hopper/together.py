@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 # By so many steps a program may be ahead of the last to begin a round. Backward, D 128, S = 64k full, where programs
-# were up to 800 of 1024 steps apart in the end: +1.4 and +2.4 % on an H200, hot +0.5 and +0.8 %, 32k +0.6 %; by 16
+# were up to a tile of 1024 steps apart in the end: +1.4 and +2.4 % on an H200, hot +0.5 and +0.8 %, 32k +0.6 %; by 16
 # steps +0.6 and +1.3 %, by 128 +0.4 %, by none 0.
 STEPS_AHEAD = gl.constexpr(48)
 # So often it looks before it goes on, for 0.1 ms: others may not run yet, and need not for this one to go on.
