@@ -277,5 +277,5 @@ def kernels_and_tensors(spec: AttentionSpec, arch: str) -> dict[str, tuple[Kerne
         "dkdv": (DKDV, (q, k, v, None, out, None, None, lse, lse, k, v)),
     }
     if config.has_tiles("gradients", spec, arch):
-        found["gradients"] = GRADIENTS, (q, k, v, out, out, lse, None, q, k, v)
+        found["gradients"] = GRADIENTS, (out, None, q, k, v, out, lse, q, k, v)
     return found

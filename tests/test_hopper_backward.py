@@ -212,7 +212,7 @@ def test_pieces_of_tiles_are_added_up(name):
         held.view(-1).view(torch.float32)[: pieces.numel()] = pieces.flatten()
     found = torch.zeros_like(k).transpose(1, 2).contiguous().transpose(1, 2), torch.zeros_like(v)
     expected = torch.zeros_like(k), torch.zeros_like(v)
-    backward_launch.ADD.prepare(case, (held, *found), of)(0, held, *found)
+    backward_launch.ADD.prepare(case, (held, *found), of)(held, *found)
     add_pieces(case, pieces, tiles.head_dim_v, launch.shared_tiles(case.heads_k, tiles.keys, of.pieces), *expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -229,7 +229,7 @@ def test_before_nothing_of_dq_is_there_and_after_what_no_tile_came_to_is_0(dim):
     rows = torch.full((2, 1, 2, blocks * tiles.tile_m), float("nan"))
     added = torch.full((2 * blocks,), 7, dtype=torch.int32)
     begin = backward_launch.BEGIN.prepare(case, (out, dout, lse, dlse, rows, added))
-    begin(0, out, dout, lse, dlse, rows, added)
+    begin(out, dout, lse, dlse, rows, added)
     assert added.count_nonzero() == 0
     shifts, deltas = rows[..., : case.seqlen_q]
     torch.testing.assert_close(deltas, dlse - (out.float() * dout.float()).sum(-1).transpose(1, 2))
@@ -239,7 +239,7 @@ def test_before_nothing_of_dq_is_there_and_after_what_no_tile_came_to_is_0(dim):
     sums[~seen] = float("nan")
     added[seen] = WRITTEN.value
     dq = torch.full_like(q, float("nan"))
-    backward_launch.FINISH.prepare(case, (dq, sums, added))(0, dq, sums, added)
+    backward_launch.FINISH.prepare(case, (dq, sums, added))(dq, sums, added)
     expected = in_order(torch.where(seen[:, None], sums, 0.0), case, tiles, blocks)
     torch.testing.assert_close(dq, expected.to(case.dtype))
 
@@ -271,7 +271,7 @@ def kernels(monkeypatch):
 
         def prepare(spec, tensors, *_, name=name):
             prepared.append((name, len(tensors)))
-            return lambda stream, *tensors: given.update({name: tensors})
+            return lambda *tensors: given.update({name: tensors})
 
         monkeypatch.setattr(getattr(backward_launch, name), "prepare", prepare)
     monkeypatch.setattr(hopper, "BACKWARD", backward_launch.BackwardPass())

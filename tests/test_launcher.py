@@ -139,7 +139,7 @@ def launch_of(monkeypatch, driver, compiled, arguments, **options):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77 + device, raising=False)
     device = torch.device("cuda", 3)
-    return launcher.on_current_stream(launcher.launch_of(compiled, device, 132, arguments, 3, **options), device)
+    return launcher.launch_of(compiled, device, 132, arguments, 3, **options)
 
 
 def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, arguments):

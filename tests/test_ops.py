@@ -129,24 +129,29 @@ def test_an_input_changed_before_the_backward_pass_is_noticed():
 
 
 def test_a_backward_pass_is_prepared_for_each_layout_of_what_flows_in():
-    prepared = []
+    prepared, others = [], []
 
     def backward_like(spec, *tensors):
-        prepared.append(spec)
+        prepared.append(tensors)
         return lambda *tensors: None
 
-    known = ops.Known(spec(), SimpleNamespace(backward_like=backward_like), None, wants_lse=True)
+    choice = SimpleNamespace(backward_like=backward_like, backward=lambda spec, *tensors: others.append(tensors))
+    known = ops.Known(spec(), choice, None, wants_lse=True)
     x, y = torch.zeros(2, 4, 4)
     saved = [x] * 5
-    for dout, dlse in ((x, None), (y, None), (x.t(), None), (x, y), (y, x), (x, x.t()), (x[:, 1:], None)):
-        known.backward(dout, dlse, *saved)
-    assert len(prepared) == 5
-    unaligned = torch.zeros(5, 4).view(-1)[1:17].view(4, 4)
-    for i in range(5):  # as hooks may have saved them
-        known.backward(x, None, *saved[:i], unaligned, *saved[i + 1 :])
-    for i in range(3):
+    for dout in (x, y, x.t(), x, y.t()):
+        known.backward(dout, None, *saved)
+    assert (len(prepared), len(others)) == (2, 0)
+    for i in range(3):  # as hooks may have saved them
         known.backward(x, None, *saved[:i], x.t(), *saved[i + 1 :])
-    assert len(prepared) == 5 + 8
+    assert (len(prepared), len(others)) == (5, 0)
+    unaligned = torch.zeros(5, 4).view(-1)[1:17].view(4, 4)
+    for i in range(6):
+        dout, *others_saved = (unaligned if j == i else x for j in range(6))
+        known.backward(dout, None, *others_saved)
+    for dout, dlse in ((None, y), (x, y)):
+        known.backward(dout, dlse, *saved)
+    assert (len(prepared), len(others)) == (5, 8)
     for width in range(2 * ops._MOST_LAYOUTS):
         known.backward(torch.zeros(1, width + 5)[:, :4].expand(4, 4), None, *saved)
         known.backward(torch.zeros(4, width + 5)[:, :4], None, *saved)

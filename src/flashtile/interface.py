@@ -60,13 +60,9 @@ def flash_attn_func(
         NotImplementedError: dropout_p or alibi_slopes is used.
     """
     settings = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
-    if not ops.needs_op(q, k, v):
-        out, lse = _plain_call(q, k, v, settings, return_lse or return_attn_probs)
-    else:
-        out, lse = ops.attention(*_checked(q, k, v, *settings))
-    if return_attn_probs:
-        return out, lse, q.new_empty(0)
-    return (out, lse) if return_lse else out
+    wants_lse = return_lse or return_attn_probs
+    found = (_call_of_op if ops.needs_op(q, k, v) else _plain_call)(q, k, v, settings, wants_lse)
+    return (*found, q.new_empty(0)) if return_attn_probs else found
 
 
 def flash_attn_kvpacked_func(
@@ -212,8 +208,14 @@ _KNOWN: dict[tuple, ops.Known] = {}
 _MOST_KNOWN = 4096
 
 
-def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """(out, lse if it is wanted) without the op; a problem that was checked before goes straight to its backend."""
+def _call_of_op(q: Tensor, k: Tensor, v: Tensor, settings: tuple, wants_lse: bool) -> Any:
+    """out, or (out, lse) if lse is wanted."""
+    found = ops.attention(*_checked(q, k, v, *settings))
+    return found if wants_lse else found[0]
+
+
+def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple, wants_lse: bool) -> Any:
+    """`_call_of_op` without the op; a problem that was checked before goes straight to its backend."""
     try:
         key = (
             q.shape, q.is_contiguous() or q.stride(), q.data_ptr() & 15, q.dtype, q.device,
@@ -223,8 +225,10 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, settings: tuple, wants_lse: boo
         )  # fmt: skip
         known = _KNOWN.get(key)
     except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
-        return ops.attention(*_checked(q, k, v, *settings))
+        return _call_of_op(q, k, v, settings, wants_lse)
     if known is None:
+        if q.is_meta:
+            return _call_of_op(q, k, v, settings, wants_lse)
         *arguments, backend = _checked(q, k, v, *settings)
         checked = spec.AttentionSpec.of(*arguments)
         choice = dispatch.choose(checked, q.device, backend)

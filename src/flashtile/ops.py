@@ -27,20 +27,25 @@ _LIB.define(
 )
 
 
+# found here with less host time than through torch's modules
+_is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
+_transform, _is_tracing = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
+_is_any_autocast_enabled, _is_grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
+
+
 def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call must go through the op, because something traces, transforms, watches or casts what is called.
 
     A plain eager call gains nothing from the op, and takes a third of its host time without.
     """
     return (
-        torch.compiler.is_compiling()
+        _is_compiling()
         or not (type(q) is type(k) is type(v) is Tensor)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _dispatch_modes() > 0
+        or _transform() is not None
         or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-        or q.is_meta
-        or torch._C._is_any_autocast_enabled()
+        or _is_tracing()
+        or _is_any_autocast_enabled()
     )
 
 
@@ -61,13 +66,13 @@ class Known:
         self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv). A hook may have saved copies of q, k, v, out and lse; out and lse are always contiguous."""
-        if dout is None:
+        if dout is None or dlse is not None or (
+            dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()
+        ) & 15:  # fmt: skip
             return self.choice.backward(self.spec, dout, dlse, q, k, v, out, lse)
         key = (
-            dout.is_contiguous() or dout.stride(), dout.data_ptr() & 15,
-            dlse if dlse is None else (dlse.stride(), dlse.data_ptr() & 15),
-            q.is_contiguous() or q.stride(), q.data_ptr() & 15, k.is_contiguous() or k.stride(), k.data_ptr() & 15,
-            v.is_contiguous() or v.stride(), v.data_ptr() & 15, out.data_ptr() & 15, lse.data_ptr() & 15,
+            dout.is_contiguous() or dout.stride(), q.is_contiguous() or q.stride(), k.is_contiguous() or k.stride(),
+            v.is_contiguous() or v.stride(),
         )  # fmt: skip
         backward = self._backwards.get(key)
         if backward is None:
@@ -83,32 +88,35 @@ class _PlainAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, known: Known):
         out, lse = known.forward(q, k, v)
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.known = known
-        return (out, lse) if known.wants_lse else out
+        if not known.wants_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None):
-        known, grads = ctx.known, (None, None, None)
-        if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
-            name = dispatch.name_of(known.choice.backward_of(*ctx.saved_tensors[:3]))
-            grads = _backward_op(dout, dlse, *ctx.saved_tensors, *known.spec.settings, name)
-        elif dout is not None or dlse is not None:
-            grads = known.backward(dout, dlse, *ctx.saved_tensors)
-        return (*grads, None)
+        known = ctx.known
+        if dout is None and dlse is None:
+            return None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        if _is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
+            name = dispatch.name_of(known.choice.backward_of(q, k, v))
+            return *_backward_op(dout, dlse, q, k, v, out, lse, *known.spec.settings, name), None
+        return *known.backward(dout, dlse, q, k, v, out, lse), None
 
 
 _apply = super(torch.autograd.Function, _PlainAttention).apply
 """What Function.apply calls where no functorch transform is active, which `needs_op` has seen to."""
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, Tensor | None]:
-    """`attention` where nothing `needs_op`: (out, lse) from the backends chosen; with gradients lse if it is wanted."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        found = _apply(q, k, v, known)
-        return found if known.wants_lse else (found, None)
-    return known.forward(q, k, v)
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` where nothing `needs_op`, from the backends chosen: out, or (out, lse) if lse is wanted."""
+    if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _apply(q, k, v, known)
+    found = known.forward(q, k, v)
+    return found if known.wants_lse else found[0]
 
 
 def attention(

@@ -26,9 +26,6 @@ from .compiler import compiled_for, lies_near
 Run = Callable[..., None]
 """run(*tensors): launches on the current stream of the tensors' device."""
 
-StreamLaunch = Callable[..., None]
-"""launch(stream, *tensors): the same where the device is current already."""
-
 MAX_REMEMBERED = 4096  # problems per kernel; each costs a few kilobytes
 
 _NUMBERS = {
@@ -72,7 +69,7 @@ class Launcher(ABC):
         self._runs: dict[tuple, Run] = {}
 
     @abstractmethod
-    def prepare(self, spec: Any, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: Any, tensors: tuple) -> Run:
         """The launch for tensors that lie like these (some may be None), on their device, which is current."""
 
     def run_for(self, spec: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> Run:
@@ -89,7 +86,7 @@ class Launcher(ABC):
             if len(self._runs) >= MAX_REMEMBERED:
                 self._runs.clear()
             with contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device):
-                run = self._runs[key] = on_current_stream(self.prepare(spec, (*inputs, *outputs)), device)
+                run = self._runs[key] = self.prepare(spec, (*inputs, *outputs))
         return run
 
     def __call__(self, spec: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> None:
@@ -106,13 +103,13 @@ def forward_pass(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Tensor, 
 
 def forward_pass_like(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     """`forward_pass` for tensors that lie like these: with nothing left to look up, for the sake of small calls."""
-    out, lse = _results(spec, q.device)
-    run = launcher.run_for(spec, (q, k, v), (out, lse))
-    out_layout, lse_layout = ((x.shape, x.stride()) for x in (out, lse))
+    out_like, lse_like = results = _results(spec, q.device)
+    run, empty_like = launcher.run_for(spec, (q, k, v), results), torch.empty_like
+    for x in results:
+        x.untyped_storage().resize_(0)  # what stays is how they lie, which the host asks for faster than by numbers
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out = q.new_empty_strided(*out_layout)  # less work for the host than torch.empty
-        lse = q.new_empty_strided(*lse_layout, dtype=torch.float32)
+        out, lse = empty_like(out_like), empty_like(lse_like)
         run(q, k, v, out, lse)
         return out, lse
 
@@ -134,15 +131,15 @@ def backward_pass_like(
     out: Tensor, lse: Tensor,
 ) -> Backward:  # fmt: skip
     """`backward_pass` for tensors that lie like these: with nothing left to look up, for the sake of small calls."""
-    gradients = _gradients(q, k, v)
-    run = launcher.run_for(spec, (dout, dlse, q, k, v, out, lse), gradients)
+    run = launcher.run_for(spec, (dout, dlse, q, k, v, out, lse), _gradients(q, k, v))
+    empty_like = torch.empty_like
 
     def backward(
         dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients = _gradients(q, k, v)
-        run(dout, dlse, q, k, v, out, lse, *gradients)
-        return gradients
+        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
+        run(dout, dlse, q, k, v, out, lse, dq, dk, dv)
+        return dq, dk, dv
 
     return backward
 
@@ -157,31 +154,15 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def on_current_stream(launch: StreamLaunch, device: torch.device) -> Run:
-    """`launch` with `device` made current, if it is not, on its current stream."""
-    if device.type == "cpu":
-        return functools.partial(launch, 0)
-    index, stream_of = device.index, torch._C._cuda_getCurrentRawStream
-
-    def run(*tensors: Tensor | None) -> None:
-        if torch._C._cuda_getDevice() == index:  # what torch.cuda.current_device asks where CUDA is initialized
-            launch(stream_of(index), *tensors)
-        else:
-            with torch.cuda.device(index):
-                launch(stream_of(index), *tensors)
-
-    return run
-
-
 def prepared(
     fn: Any, device: torch.device, grid: int, arguments: tuple, moving: int, options: dict, alone: bool = False
-) -> StreamLaunch:
+) -> Run:
     """The launch of a Triton kernel, as `launch_of` describes it; of an empty grid, nothing."""
     if grid == 0:
-        return lambda stream, *tensors: None
+        return lambda *tensors: None
     if device.type == "cpu":  # the interpreter compiles nothing
         others = arguments[moving:]
-        return lambda stream, *tensors: fn[(grid,)](*tensors, *others, **options)
+        return lambda *tensors: fn[(grid,)](*tensors, *others, **options)
     arch = arch_of(device)
     assert arch is not None, "a tensor on a GPU, and no GPU"
     return launch_of(compiled_for(fn, arguments, options, arch), device, grid, arguments, moving, alone)
@@ -189,7 +170,7 @@ def prepared(
 
 def launch_of(
     compiled: Any, device: torch.device, grid: int, arguments: tuple, moving: int, alone: bool = False
-) -> StreamLaunch:
+) -> Run:
     """The launch of a kernel that Triton compiled for `arguments`, on `device`.
 
     Tensors take the place of the first `moving` arguments, which are tensors, their descriptors, or None; each must
@@ -202,7 +183,7 @@ def launch_of(
         parameters = Parameters(driver, compiled.src.signature, arguments, moving)
         if parameters.sizes == _sizes(driver, function):
             return _through_driver(driver, compiled, function, shared, device.index, grid, parameters)
-    return _through_triton(compiled[(grid, 1, 1)], arguments, moving)
+    return _through_triton(compiled[(grid, 1, 1)], device.index, arguments, moving)
 
 
 def _is_plain(metadata: Any) -> bool:
@@ -241,13 +222,15 @@ def _loaded(compiled: Any, driver: ctypes.CDLL, device_index: int, alone: bool) 
     return function.value, shared
 
 
-def _through_triton(run: Callable[..., None], arguments: tuple, moving: int) -> StreamLaunch:
+def _through_triton(run: Callable[..., None], device_index: int, arguments: tuple, moving: int) -> Run:
     described = [None if x is None or isinstance(x, Tensor) else _of(x, None) for x in arguments[:moving]]
     others = arguments[moving:]
+    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
-    def launch(stream: int, *tensors: Tensor | None) -> None:
+    def launch(*tensors: Tensor | None) -> None:
         alike = (x if like is None else _of(like, x) for like, x in zip(described, tensors, strict=True))
-        run(*alike, *others, stream=stream)
+        with contextlib.nullcontext() if current_device() == device_index else torch.cuda.device(device_index):
+            run(*alike, *others, stream=stream_of(device_index))
 
     return launch
 
@@ -261,7 +244,7 @@ def _of(descriptor: Any, tensor: Tensor | None) -> Any:
 
 def _through_driver(
     driver: ctypes.CDLL, compiled: Any, function: int, shared: int, device_index: int, grid: int, parameters: Parameters
-) -> StreamLaunch:
+) -> Run:
     threads = compiled.metadata.num_warps * compiled.metadata.warp_size
     config = _Config((grid, 1, 1), (threads, 1, 1), shared)
     wanted = {
@@ -277,9 +260,14 @@ def _through_driver(
     pointers, maps, lock = parameters.pointers, parameters.maps, threading.Lock()
     described = [(i, *x) for i, x in enumerate(maps)]
     last = [0] * len(maps)  # addresses: often the same memory again, for which the driver need not be called
+    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     kept = compiled, parameters  # alive as long as the launch
 
-    def launch(stream: int, *tensors: Tensor) -> None:
+    def launch(*tensors: Tensor) -> None:
+        if current_device() != device_index:  # what torch.cuda.current_device asks
+            with torch.cuda.device(device_index):
+                launch(*tensors)
+            return
         with lock:  # until the driver has copied the parameters
             for index, pointer in pointers:
                 pointer.value = tensors[index].data_ptr()
@@ -288,7 +276,7 @@ def _through_driver(
                 if address != last[i]:
                     replace_address(tensor_map, ctypes.c_void_p(address))
                     last[i] = address
-            config.stream = stream
+            config.stream = stream_of(device_index)
             status = launch_kernel(*call)
             if status == _NO_CONTEXT:  # the first of this thread that the driver hears
                 _make_current(driver, device_index)

@@ -1,4 +1,4 @@
-"""Host time of small forward calls: one after the other, and replayed from a CUDA graph."""
+"""Host time of small calls: forward, one after the other and replayed from a CUDA graph, and forward and backward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..interface import flash_attn_func
@@ -16,38 +17,68 @@ from ..testing import make_inputs
 from .cases import Case
 from .timing import Call
 
-CASES = tuple(Case.square(1, seqlen, 8, 64, False, "bfloat16") for seqlen in (128, 256, 512))
+CASES = tuple(
+    Case.square(1, seqlen, 8, head_dim, causal, "bfloat16")
+    for seqlen, head_dim, causal in (
+        (128, 64, False), (256, 64, False), (512, 64, False), (512, 64, True), (512, 128, False), (512, 128, True),
+    )
+)  # fmt: skip
 _GRAPH_CALLS = 20
 
 
 class HostTime(NamedTuple):
-    """Medians in microseconds a call: of the host, and of a CUDA graph of such calls."""
+    """Medians in microseconds a call: of the host, of a CUDA graph of such calls, and, by the clock, of a forward and a
+    backward pass through autograd."""
 
     case: str
     provider: str
     host_us: float
     graph_us: float
+    step_us: float
 
 
 def measure(device: torch.device, rounds: int) -> list[HostTime]:
-    """The times of `CASES`: flashtile as it picks its backend by itself, and PyTorch as it does."""
+    """The times of `CASES`: flashtile as it picks its backend by itself; PyTorch as it does, on tensors laid out as it
+    wants them, and on those that flashtile has ("sdpa, transposed")."""
     return [time for case in CASES for time in _measure(case, device, rounds)]
 
 
 def _measure(case: Case, device: torch.device, rounds: int) -> list[HostTime]:
-    q, k, v, *_ = make_inputs(case.spec, device)
-    q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
-    calls: dict[str, Call] = {
-        "flashtile": lambda: flash_attn_func(q, k, v),
-        "sdpa": lambda: scaled_dot_product_attention(q_, k_, v_),
+    q, k, v, dout, _ = make_inputs(case.spec, device)
+    ours, theirs = (q, k, v), tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
+    timed = {
+        "flashtile": _timed(flash_attn_func, ours, dout, device),
+        "sdpa": _timed(scaled_dot_product_attention, theirs, dout.transpose(1, 2).contiguous(), device),
+        "sdpa, transposed": _timed(_transposed, ours, dout, device),
     }
-    graphs = {name: _graph(call) for name, call in calls.items()}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in timed}
     for _ in range(rounds):
-        for name in random.sample(list(calls), len(calls)):
-            replayed = _us(graphs[name].replay, device, calls=50) / _GRAPH_CALLS
-            found[name].append((_us(calls[name], device), replayed))
-    return [HostTime(case.label, name, *map(statistics.median, zip(*found[name], strict=True))) for name in calls]
+        for name in random.sample(list(timed), len(timed)):
+            found[name].append(tuple(time() for time in timed[name]))
+    return [HostTime(case.label, name, *map(statistics.median, zip(*found[name], strict=True))) for name in timed]
+
+
+def _transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def _timed(
+    attend: Callable[..., Tensor], inputs: tuple[Tensor, ...], dout: Tensor, device: torch.device
+) -> tuple[Callable[[], float], ...]:
+    """What measures each time of a `HostTime`."""
+    leaves = tuple(x.clone().requires_grad_() for x in inputs)
+
+    def forward() -> None:
+        attend(*inputs)
+
+    def step() -> None:
+        torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    graph = _graph(forward)
+    return (
+        lambda: _us(forward, device), lambda: _us(graph.replay, device, calls=50) / _GRAPH_CALLS,
+        lambda: _us(step, device),
+    )  # fmt: skip
 
 
 def _graph(call: Call) -> torch.cuda.CUDAGraph:

@@ -79,14 +79,14 @@ def print_ratios(console: Console, ratios: Sequence[Ratio]) -> None:
 
 
 def print_host_times(console: Console, times: Sequence[HostTime]) -> None:
-    """A row per case and provider: microseconds per call of the host, and of a CUDA graph of such calls."""
+    """A row per case and provider: the microseconds of a `HostTime`."""
     table = Table(title="microseconds per call", title_justify="left")
     for header in ("case", "provider"):
         table.add_column(header)
-    for header in ("host", "CUDA graph"):
+    for header in ("host", "CUDA graph", "forward and backward"):
         table.add_column(header, justify="right")
-    for time in times:
-        table.add_row(time.case, time.provider, f"{time.host_us:.1f}", f"{time.graph_us:.1f}")
+    for case, provider, *times_us in times:
+        table.add_row(case, provider, *(f"{time:.1f}" for time in times_us))
     console.print(table)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...spec import AttentionSpec
-from ..launcher import Launcher, StreamLaunch, prepared
+from ..launcher import Launcher, Run, prepared
 from . import config, ptxas
 from .backward_keys import keys_kernel
 from .backward_launch import (
@@ -72,7 +72,7 @@ def query_scalars(
     )  # fmt: skip
 
 
-def prepare_queries(spec: AttentionSpec, tensors: tuple, of: Shares) -> StreamLaunch:
+def prepare_queries(spec: AttentionSpec, tensors: tuple, of: Shares) -> Run:
     """`queries_kernel`: from q, dout, k, v to dq, and pieces of it, and from out, dout, lse and dlse to rows."""
     matrices, (_, dout, _, dlse, rows, _) = tensors[:5], tensors[5:]
     tiles = config.choose_queries(spec)
@@ -83,7 +83,7 @@ def prepare_queries(spec: AttentionSpec, tensors: tuple, of: Shares) -> StreamLa
         return prepared(queries_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
-def prepare_keys(spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch:
+def prepare_keys(spec: AttentionSpec, tensors: tuple, of: Order) -> Run:
     """`keys_kernel`: from q, dout, k, v to dk, dv, and pieces of them; it reads rows."""
     *matrices, rows, pieces = tensors
     tiles = config.choose_backward(spec)
@@ -97,7 +97,7 @@ def prepare_keys(spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch
 class ApartBackwardPass(Launcher):
     """All, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         tiles = config.choose_backward(spec)
         queries, programs = config.choose_queries(spec), programs_on(q.device)
@@ -119,14 +119,14 @@ class ApartBackwardPass(Launcher):
         add = ADD.prepare(spec, (pieces, dk, dv), of_dk)
 
         def launch(
-            stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
             rows, pieces = scratch()
-            of_queries(stream, q, dout, k, v, dq, out, dout, lse, dlse, rows, pieces)
-            add_dq(stream, pieces, dq, None)
-            of_keys(stream, q, dout, k, v, dk, dv, rows, pieces)
-            add(stream, pieces, dk, dv)
+            of_queries(q, dout, k, v, dq, out, dout, lse, dlse, rows, pieces)
+            add_dq(pieces, dq, None)
+            of_keys(q, dout, k, v, dk, dv, rows, pieces)
+            add(pieces, dk, dv)
 
         return launch
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
-from ..launcher import Launcher, StreamLaunch, prepared
+from ..launcher import Launcher, Run, prepared
 from . import config, ptxas
 from .backward import backward_kernel
 from .backward_pieces import add_kernel
@@ -110,7 +110,7 @@ def table(spec: AttentionSpec, tiles: config.BackwardTiles, of: Order) -> Tensor
 
 def prepare_sums(
     spec: AttentionSpec, pieces: Tensor, dx: Tensor, dv: Tensor | None, shared: Tensor, rows: int, dims: tuple[int, int]
-) -> StreamLaunch:
+) -> Run:
     """`add_kernel`: from pieces to dx, which is dK or dQ, and dv, of tiles of `rows` that are so wide; nothing where
     none has pieces."""
     strides_v, dim_v = ((0, 0, 0), 0) if dv is None else (dv.stride()[:3], dv.shape[3])
@@ -151,7 +151,7 @@ class BackwardKernel:
     """`backward_kernel`: from q, dout, k, v to dk, dv, and pieces of them; it reads rows, adds to sums and says in
     added what is there."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple, of: Order) -> Run:
         matrices, (rows, sums, pieces, added) = tensors[:6], tensors[6:]
         tiles = config.choose_backward(spec)
         tiles_of = table(spec, tiles, of).to(rows.device)
@@ -174,7 +174,7 @@ class RowsKernel:
         self.fn = fn
         self.arguments = arguments
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         tiles = config.choose_backward(spec)
         grid = spec.batch * spec.heads_q * row_blocks(spec, tiles)
         arguments = (*tensors, *self.arguments(spec, tiles, *tensors))
@@ -206,7 +206,7 @@ def finish_arguments(
 class PiecesKernel:
     """`add_kernel`: from pieces to dk and dv."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple, of: Order) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple, of: Order) -> Run:
         pieces, dk, dv = tensors
         tiles = config.choose_backward(spec)
         shared = shared_tiles(spec.heads_k, tiles.keys, of.pieces)
@@ -223,7 +223,7 @@ class BackwardPass(Launcher):
     """All three, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up, for the sake of small
     calls."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         tiles = config.choose_backward(spec)
         device, n_rows = tensors[-1].device, spec.batch * spec.heads_q * row_blocks(spec, tiles) * tiles.tile_m
 
@@ -246,17 +246,17 @@ class BackwardPass(Launcher):
         finish = FINISH.prepare(spec, (dq, sums, added))
 
         def launch(
-            stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
             rows, sums, added = scratch()
-            begin(stream, out, dout, lse, dlse, rows, added)
+            begin(out, dout, lse, dlse, rows, added)
             if of.zeros:
                 sums.zero_()
                 added.fill_(WRITTEN.value)
-            main(stream, q, dout, k, v, dk, dv, rows, sums, dq, added)
-            add(stream, dq, dk, dv)
-            finish(stream, dq, sums, added)
+            main(q, dout, k, v, dk, dv, rows, sums, dq, added)
+            add(dq, dk, dv)
+            finish(dq, sums, added)
 
         return launch
 

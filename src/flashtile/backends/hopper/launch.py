@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
 from .. import Forward
-from ..launcher import Launcher, StreamLaunch, forward_pass, forward_pass_like, prepared
+from ..launcher import Launcher, Run, forward_pass, forward_pass_like, prepared
 from . import config, ptxas
 from .forward import forward_kernel
 from .forward_pieces import merge_kernel
@@ -96,7 +96,7 @@ def programs_on(device: torch.device) -> int:
 class ForwardKernel(Launcher):
     """`forward_kernel` with its tiles, descriptors and schedule, and `merge_kernel` where programs share tiles."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         *described, lse = tensors  # q, k, v, out
         tiles = config.choose(spec)
         of = shares(spec, tiles, programs_on(lse.device))
@@ -113,20 +113,20 @@ class ForwardKernel(Launcher):
         with ptxas.earlier_ptxas(OPTIONS, tiles.earlier_ptxas) as options:
             main = prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors) + 1, options)
         if not n_numbers:
-            return lambda stream, *tensors: main(stream, *tensors, pieces)
+            return lambda *tensors: main(*tensors, pieces)
         merge = prepare_merge(spec, tiles, of, pieces, tensors[3], lse)
 
-        def launch(stream: int, *tensors: Tensor) -> None:
+        def launch(*tensors: Tensor) -> None:
             pieces = scratch()
-            main(stream, *tensors, pieces)
-            merge(stream, pieces, *tensors[3:])
+            main(*tensors, pieces)
+            merge(pieces, *tensors[3:])
 
         return launch
 
 
 def prepare_merge(
     spec: AttentionSpec, tiles: config.Tiles, of: Shares, pieces: Tensor, out: Tensor, lse: Tensor
-) -> StreamLaunch:
+) -> Run:
     """`merge_kernel`: from pieces to out and lse."""
     pack = config.heads_per_tile(spec, tiles)
     shared = shared_tiles(spec.heads_q // pack, tiles.rows // pack, of.pieces)

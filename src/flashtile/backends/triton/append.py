@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...cache import FP8, FP8_MAX, CachedCall, Rotary
 from ...spec import AttentionSpec
-from ..launcher import Launcher, StreamLaunch, prepared
+from ..launcher import Launcher, Run, prepared
 from .decode import page_of_keys
 from .launch import dense_rows, strides
 
@@ -142,7 +142,7 @@ class AppendSpec(NamedTuple):
 class AppendKernel(Launcher):
     """`append_kernel`, of the new tokens and of where they go to the turned queries."""
 
-    def prepare(self, spec: AppendSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AppendSpec, tensors: tuple) -> Run:
         q, k, v, k_cache, v_cache, _, _, places, cos, sin, k_descale, v_descale, _ = tensors
         of = spec.attention
         seqlen = max(of.seqlen_q, spec.seqlen_new) if spec.rotary_dims else spec.seqlen_new

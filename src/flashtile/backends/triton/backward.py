@@ -22,7 +22,7 @@ from torch import Tensor
 from ...arch import arch_of
 from ...spec import AttentionSpec
 from .. import Backward
-from ..launcher import Launcher, StreamLaunch, backward_pass, backward_pass_like
+from ..launcher import Launcher, Run, backward_pass, backward_pass_like
 from .config import Tiles, choose, has_tiles
 from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
 from .tile import (
@@ -225,7 +225,7 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def gradients_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr,
+    dout_ptr, dlse_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_lb, stride_lh, stride_ls,
@@ -291,7 +291,7 @@ def _all_programs(spec: AttentionSpec, tiles: Tiles) -> int:
     return (of_keys * spec.heads_k + of_queries * spec.heads_q) * spec.batch
 
 
-def _launch_gradients(spec, tiles, q, k, v, out, dout, lse, dlse, dq, dk, dv) -> Launch:
+def _launch_gradients(spec, tiles, dout, dlse, q, k, v, out, lse, dq, dk, dv) -> Launch:
     return Launch(
         grid=_all_programs(spec, tiles),
         scalars=(
@@ -352,25 +352,22 @@ class BackwardPass(Launcher):
     """Both, from dout, dlse, q, k, v, out and lse to dq, dk and dv: one launch to look up, for the sake of small
     calls."""
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         dout, dlse, q, k, v, out, lse, dq, dk, dv = tensors
         if at_once(spec, q.device):
-            launch_all = GRADIENTS.prepare(spec, (q, k, v, out, dout, lse, dlse, dq, dk, dv))
-            return lambda stream, dout, dlse, q, k, v, out, lse, dq, dk, dv: launch_all(
-                stream, q, k, v, out, dout, lse, dlse, dq, dk, dv
-            )
+            return GRADIENTS.prepare(spec, tensors)
         room = row_numbers(spec)
         shift, delta = room(lse)
         launch_dq = DQ.prepare(spec, (q, k, v, out, dout, lse, dlse, shift, delta, dq))
         launch_dkdv = DKDV.prepare(spec, (q, k, v, None, dout, None, None, shift, delta, dk, dv))
 
         def launch(
-            stream: int, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
             dq: Tensor, dk: Tensor, dv: Tensor,
         ) -> None:  # fmt: skip
             shift, delta = room(lse)
-            launch_dq(stream, q, k, v, out, dout, lse, dlse, shift, delta, dq)
-            launch_dkdv(stream, q, k, v, None, dout, None, None, shift, delta, dk, dv)
+            launch_dq(q, k, v, out, dout, lse, dlse, shift, delta, dq)
+            launch_dkdv(q, k, v, None, dout, None, None, shift, delta, dk, dv)
 
         return launch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...arch import arch_of
 from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
-from ..launcher import Launcher, StreamLaunch, prepared
+from ..launcher import Launcher, Run, prepared
 from .decode import decode_kernel, merge_kernel
 from .decode_config import (
     MOST_KEYS,
@@ -128,7 +128,7 @@ def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
 class DecodeKernel(Launcher):
     """`decode_kernel`, of q, the cache, scales and parts to out and lse."""
 
-    def prepare(self, spec: DecodeSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
         q, k, v, _, _, places, slopes, _, k_descale, v_descale, *_ = tensors
         of = spec.attention
         unit, cap_in = score_units(of)
@@ -155,7 +155,7 @@ class DecodeKernel(Launcher):
 class MergeKernel(Launcher):
     """`merge_kernel`, of the parts and the lengths to out and lse."""
 
-    def prepare(self, spec: DecodeSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
         of = spec.attention
         parts, dims = merge_tile(spec)
         arguments = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...arch import arch_of
 from ...spec import AttentionSpec
-from ..launcher import Launcher, StreamLaunch, prepared
+from ..launcher import Launcher, Run, prepared
 from .config import Role, Tiles, choose
 
 LOG2E = 1.4426950408889634
@@ -43,7 +43,7 @@ class Kernel(Launcher):
         self.fn = fn
         self.describe = describe
 
-    def prepare(self, spec: AttentionSpec, tensors: tuple) -> StreamLaunch:
+    def prepare(self, spec: AttentionSpec, tensors: tuple) -> Run:
         device = tensors[-1].device
         arch = arch_of(device)
         assert arch is not None, "a tensor on a GPU, and no GPU"
