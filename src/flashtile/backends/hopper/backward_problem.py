@@ -137,6 +137,7 @@ def load_loop(
             count = gl.load(entry + ROUND)
             if count > 0:
                 say_begun(added_ptr + count)
+            meets = gl.where(count > 0, first + STEPS_AHEAD, end)  # the block at which it waits; at no other
         for i in range(p.group):
             head = head_k * p.group + i
             for j in range(first, end):
@@ -147,7 +148,7 @@ def load_loop(
                         load_slot(v_desc, v_ring, tile, batch, key, head_k, dout_ring.parts)
                 load_rows(p, dout_desc, rows_desc, dout_ring, deltas, position, batch, head, row, 1)
                 if added_ptr is not None:
-                    if (count > 0) & (j == first + STEPS_AHEAD):
+                    if j == meets:
                         await_begun(added_ptr + count, WRITTEN + gl.num_programs(0))
                 position += 1
         tile += 1
