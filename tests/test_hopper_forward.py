@@ -117,7 +117,7 @@ def test_pieces_of_tiles_are_merged(name):
     (out, lse), (expected, expected_lse) = (
         (torch.zeros(shape, dtype=HALF), torch.zeros(case.batch, case.heads_q, case.seqlen_q)) for _ in range(2)
     )
-    launch.prepare_merge(case, tiles, of, pieces, out, lse)(0, pieces, out, lse)
+    launch.prepare_merge(case, tiles, of, pieces, out, lse)(pieces, out, lse)
     merge_pieces(case, tiles, of, pieces, expected, expected_lse)
     torch.testing.assert_close(lse, expected_lse)
     torch.testing.assert_close(out, expected)
