@@ -154,7 +154,7 @@ def keys_kernel(
 ):  # fmt: skip
     """Grid (programs,). Roles: a warpgroup in `value_loop`, one in `key_loop`, a warp in `load_loop`."""
     p = Problem(heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule_ptr, rounds,
-                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, False)  # fmt: skip
+                TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, False, False)  # fmt: skip
     q_ring = make_ring(q_desc, STAGES, PARTS, 2)
     dout_ring = make_ring(dout_desc, STAGES, PARTS_V, 2)
     k_ring = make_ring(k_desc, KEY_STAGES, PARTS, 1)

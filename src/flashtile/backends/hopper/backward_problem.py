@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import load_parts, load_slot, section, width_of_slot
-from .compat import SINCE_3_9, aggregate, load_async, store_async
+from .compat import aggregate, load_async, store_async
 from .tile import exp2_of_fma, parts_of, store_matrix, tanh, width_of
 from .together import STEPS_AHEAD, await_begun, say_begun
 
@@ -62,13 +62,14 @@ class Problem:
     SOFTCAP: gl.constexpr
     MASKED: gl.constexpr  # S or exponents: see BackwardTiles
     ORDERED: gl.constexpr  # tiles add to dQ in a fixed order
+    BY_EDGE: gl.constexpr  # in a window a block is compared only with an edge that cuts it
     PIECES: gl.constexpr  # there may be pieces of tiles
     PARTS: gl.constexpr  # of a step
 
     @gluon.constexpr_function
     def __init__(
         self, heads_q, group, row_blocks, heads, unit, cap_in, softmax_scale, schedule, rounds,
-        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, ORDERED,
+        TILE_M, HAS_LEFT, HAS_RIGHT, SOFTCAP, MASKED, ORDERED, BY_EDGE,
     ):  # fmt: skip
         self.heads_q = heads_q
         self.group = group
@@ -85,6 +86,7 @@ class Problem:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.MASKED = gl.constexpr(MASKED)
         self.ORDERED = gl.constexpr(ORDERED)
+        self.BY_EDGE = gl.constexpr(BY_EDGE)
         self.PIECES = gl.constexpr(not HAS_LEFT and not HAS_RIGHT)
         self.PARTS = gl.constexpr(TILE_M // QUERIES)
 
@@ -155,13 +157,6 @@ def load_loop(
         entry += FIELDS
 
 
-@gluon.constexpr_function
-def by_edge(p):
-    """Whether in a window a block is compared only with an edge that cuts it: in steps of two parts by triton 3.9.
-    D 64, 8k with 1024 keys to the left or to both sides +0.8 and +0.5 % on an H200; by 3.6 -0.3 and -0.7 %."""
-    return p.HAS_LEFT and p.PARTS > 1 and SINCE_3_9
-
-
 @gluon.jit
 def mask(p, x, unseen: gl.constexpr, entry, key, row):
     """S^T or P^T, `unseen` where query row + j does not see key + i of the tile: limits in a register per key, queries
@@ -174,9 +169,8 @@ def mask(p, x, unseen: gl.constexpr, entry, key, row):
     of_lane = (queries & 6)[None, :]
     queries = (queries & ~6)[None, :]
     seen = keys < gl.load(entry + KEYS_HERE)
-    BY_EDGE: gl.constexpr = by_edge(p)
     cut = True  # by the edge at hand
-    if BY_EDGE:
+    if p.BY_EDGE:
         cut = row < gl.load(entry + FULL_FIRST) * p.TILE_M
     if cut:
         if p.HAS_RIGHT:
@@ -185,7 +179,7 @@ def mask(p, x, unseen: gl.constexpr, entry, key, row):
         else:
             x = gl.where(seen[:, None], x, unseen)
     if p.HAS_LEFT:
-        if BY_EDGE:
+        if p.BY_EDGE:
             cut = row >= gl.load(entry + FULL_END) * p.TILE_M
         if cut:
             last = keys + (gl.load(entry + LEFT_EDGE) - row)
