@@ -6,11 +6,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from ..interface import flash_attn_func
 from ..testing import make_inputs
@@ -47,9 +48,9 @@ def _measure(case: Case, device: torch.device, rounds: int) -> list[HostTime]:
     q, k, v, dout, _ = make_inputs(case.spec, device)
     ours, theirs = (q, k, v), tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
     timed = {
-        "flashtile": _timed(flash_attn_func, ours, dout, device),
-        "sdpa": _timed(scaled_dot_product_attention, theirs, dout.transpose(1, 2).contiguous(), device),
-        "sdpa, transposed": _timed(_transposed, ours, dout, device),
+        "flashtile": _timed(partial(flash_attn_func, causal=case.causal), ours, dout, device),
+        "sdpa": _timed(partial(_sdpa, is_causal=case.causal), theirs, dout.transpose(1, 2).contiguous(), device),
+        "sdpa, transposed": _timed(partial(_transposed, is_causal=case.causal), ours, dout, device),
     }
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in timed}
     for _ in range(rounds):
@@ -58,8 +59,8 @@ def _measure(case: Case, device: torch.device, rounds: int) -> list[HostTime]:
     return [HostTime(case.label, name, *map(statistics.median, zip(*found[name], strict=True))) for name in timed]
 
 
-def _transposed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+def _transposed(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+    return _sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=is_causal).transpose(1, 2)
 
 
 def _timed(
