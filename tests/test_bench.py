@@ -8,13 +8,14 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flashtile import flash_attn_func, testing
 from flashtile.backends import reference
-from flashtile.bench import counting, report, timing
+from flashtile.bench import counting, host, report, timing
 from flashtile.bench.cases import SUITES, Case
 from flashtile.bench.plots import save_bars
 from flashtile.bench.providers import PROVIDERS, Provider
@@ -130,6 +131,29 @@ def build_as(change):
         return lambda q, k, v: change(flash_attn_func(q, k, v, causal=case.causal, backend="reference"))
 
     return Provider("changed", lambda case, device, mode: None, build)
+
+
+def test_host_times_are_of_the_mask_that_the_case_names(monkeypatch):
+    asked = {"flashtile": [], "sdpa": []}
+
+    def recorded(name, mask, attend):
+        def call(*tensors, **options):
+            asked[name].append(options[mask])
+            return attend(*tensors, **options)
+
+        return call
+
+    monkeypatch.setattr(host, "flash_attn_func", recorded("flashtile", "causal", host.flash_attn_func))
+    monkeypatch.setattr(host, "_sdpa", recorded("sdpa", "is_causal", host._sdpa))
+    monkeypatch.setattr(host, "_graph", lambda call: SimpleNamespace(replay=call))
+    monkeypatch.setattr(host, "_us", lambda call, device, calls=1: call() or 1.0)
+    for causal in (False, True):
+        monkeypatch.setattr(host, "CASES", (Case.square(1, 32, 2, 16, causal, "float32"),))
+        for masks in asked.values():
+            masks.clear()
+        times = host.measure(torch.device("cpu"), 1)
+        assert [time.provider for time in times] == ["flashtile", "sdpa", "sdpa, transposed"]
+        assert asked == {"flashtile": [causal] * 3, "sdpa": [causal] * 6}
 
 
 def test_matrix_products_of_as_many_flops_as_a_case(monkeypatch):
