@@ -15,7 +15,7 @@ import torch
 
 from flashtile import flash_attn_func, testing
 from flashtile.backends import reference
-from flashtile.bench import counting, host, report, timing
+from flashtile.bench import counting, host, providers, report, timing
 from flashtile.bench.cases import SUITES, Case
 from flashtile.bench.plots import save_bars
 from flashtile.bench.providers import PROVIDERS, Provider
@@ -144,7 +144,9 @@ def test_host_times_are_of_the_mask_that_the_case_names(monkeypatch):
         return call
 
     monkeypatch.setattr(host, "flash_attn_func", recorded("flashtile", "causal", host.flash_attn_func))
-    monkeypatch.setattr(host, "_sdpa", recorded("sdpa", "is_causal", host._sdpa))
+    for module in (host, providers):
+        sdpa = recorded("sdpa", "is_causal", module.scaled_dot_product_attention)
+        monkeypatch.setattr(module, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(host, "_graph", lambda call: SimpleNamespace(replay=call))
     monkeypatch.setattr(host, "_us", lambda call, device, calls=1: call() or 1.0)
     for causal in (False, True):

@@ -61,7 +61,8 @@ def flash_attn_func(
     """
     settings = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, backend)
     wants_lse = return_lse or return_attn_probs
-    found = (_call_of_op if ops.needs_op(q, k, v) else _plain_call)(q, k, v, settings, wants_lse)
+    attend = _call_of_op if ops.needs_op(q, k, v) else _plain_call
+    found = attend(q, k, v, settings, wants_lse)
     return (*found, q.new_empty(0)) if return_attn_probs else found
 
 

@@ -27,25 +27,19 @@ _LIB.define(
 )
 
 
-# found here with less host time than through torch's modules
-_is_compiling, _dispatch_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
-_transform, _is_tracing = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
-_is_any_autocast_enabled, _is_grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
-
-
 def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call must go through the op, because something traces, transforms, watches or casts what is called.
 
     A plain eager call gains nothing from the op, and takes a third of its host time without.
     """
     return (
-        _is_compiling()
+        torch.compiler.is_compiling()
         or not (type(q) is type(k) is type(v) is Tensor)
-        or _dispatch_modes() > 0
-        or _transform() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or _is_tracing()
-        or _is_any_autocast_enabled()
+        or torch._C._is_tracing()
+        or torch._C._is_any_autocast_enabled()
     )
 
 
@@ -60,12 +54,15 @@ class Known:
         self.choice = choice
         self.forward = forward
         self.wants_lse = wants_lse
-        self._backwards: dict[tuple, Backward] = {}  # by what `backward` finds different from call to call
+        self._backwards: dict[tuple, Backward] = {}  # by the strides that `backward` finds
 
     def backward(
         self, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv). A hook may have saved copies of q, k, v, out and lse; out and lse are always contiguous."""
+        """(dq, dk, dv). A hook may have saved copies of q, k, v, out and lse; out and lse are always contiguous.
+
+        What is rare, a tensor that is not aligned to 16 bytes or a gradient of lse, the backend looks up for itself.
+        """
         if dout is None or dlse is not None or (
             dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()
         ) & 15:  # fmt: skip
@@ -101,7 +98,7 @@ class _PlainAttention(torch.autograd.Function):
         if dout is None and dlse is None:
             return None, None, None, None
         q, k, v, out, lse = ctx.saved_tensors
-        if _is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
+        if torch.is_grad_enabled():  # create_graph=True: the op refuses when its gradient is differentiated again
             name = dispatch.name_of(known.choice.backward_of(q, k, v))
             return *_backward_op(dout, dlse, q, k, v, out, lse, *known.spec.settings, name), None
         return *known.backward(dout, dlse, q, k, v, out, lse), None
@@ -113,7 +110,7 @@ _apply = super(torch.autograd.Function, _PlainAttention).apply
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, known: Known) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` where nothing `needs_op`, from the backends chosen: out, or (out, lse) if lse is wanted."""
-    if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply(q, k, v, known)
     found = known.forward(q, k, v)
     return found if known.wants_lse else found[0]

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as _sdpa
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..interface import flash_attn_func
 from ..testing import make_inputs
 from .cases import Case
+from .providers import PROVIDERS
 from .timing import Call
 
 CASES = tuple(
@@ -47,20 +48,17 @@ def measure(device: torch.device, rounds: int) -> list[HostTime]:
 def _measure(case: Case, device: torch.device, rounds: int) -> list[HostTime]:
     q, k, v, dout, _ = make_inputs(case.spec, device)
     ours, theirs = (q, k, v), tuple(x.transpose(1, 2).contiguous() for x in (q, k, v))
+    sdpa = partial(scaled_dot_product_attention, is_causal=case.causal)
     timed = {
         "flashtile": _timed(partial(flash_attn_func, causal=case.causal), ours, dout, device),
-        "sdpa": _timed(partial(_sdpa, is_causal=case.causal), theirs, dout.transpose(1, 2).contiguous(), device),
-        "sdpa, transposed": _timed(partial(_transposed, is_causal=case.causal), ours, dout, device),
+        "sdpa": _timed(sdpa, theirs, dout.transpose(1, 2).contiguous(), device),
+        "sdpa, transposed": _timed(PROVIDERS["sdpa"].build(case, device), ours, dout, device),
     }
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in timed}
     for _ in range(rounds):
         for name in random.sample(list(timed), len(timed)):
             found[name].append(tuple(time() for time in timed[name]))
     return [HostTime(case.label, name, *map(statistics.median, zip(*found[name], strict=True))) for name in timed]
-
-
-def _transposed(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-    return _sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=is_causal).transpose(1, 2)
 
 
 def _timed(
