@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     q, k, v, out, lse = of_a_call(spec)
     described = map(launch.describe, (q, k, v, out), launch.boxes(spec, tiles))
     arguments = (*described, lse, lse, empty(1, dtype=torch.int64), *launch.scalars(spec, tiles, rounds=100))
-    return _compile_gluon(kernel or forward_kernel, arguments, tiles.earlier_ptxas)
+    return _compile_gluon(kernel or forward_kernel, arguments)
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
@@ -178,11 +179,11 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
     return [_compile_gluon(backward_kernel, arguments)]
 
 
-def _compile_gluon(kernel: Any, arguments: tuple, pays: bool = True) -> tuple[Usage, object]:
-    """A kernel of the Hopper backend; pays: see ptxas.py."""
+def _compile_gluon(kernel: Any, arguments: tuple) -> tuple[Usage, object]:
+    """A kernel of the Hopper backend."""
     from flashtile.backends.hopper import launch, ptxas
 
-    with ptxas.earlier_ptxas(launch.OPTIONS, pays) as options:
+    with ptxas.earlier_ptxas(launch.OPTIONS) as options:
         compiled = compiled_for(kernel, arguments, options, "sm_90")
     return _usage(compiled, "sm_90"), compiled
 
@@ -254,7 +255,7 @@ def serializes_products(compiled: object) -> bool:
     """Whether ptxas says (C7510 to C7515) that it waits for each wgmma product before it goes on."""
     from flashtile.backends.hopper.ptxas import earlier_ptxas
 
-    with earlier_ptxas({}, compiled.metadata.ptx_version is not None):  # the one that compiled it
+    with earlier_ptxas({}) if compiled.metadata.ptx_version else nullcontext():  # the one that compiled it
         ptxas = get_ptxas(90).path
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")

@@ -34,7 +34,6 @@ class Tiles:
     tails: bool = False  # without a mask, up to 16 keys past the last whole block take products of 16
     flat: bool = True  # a tile's first product runs under the last of the tile before
     o_awaited: str = "behind"  # when O += P V is: before, half way through or behind the softmax of the next block
-    earlier_ptxas: bool = True  # see ptxas.py
     tile_m: int = 64  # rows of one wgmma
 
     def __post_init__(self) -> None:
@@ -68,28 +67,26 @@ class Tiles:
 
 D64 = Tiles(
     64, 64, warpgroups=3, tile_n=128, q_stages=2, stages=4, compute_registers=160, tails=True, flat=False,
-    o_awaited="before", earlier_ptxas=False,
+    o_awaited="before",
 )  # fmt: skip
 """Three warpgroups hide more of the exponentials than two: 16k tokens on an H200, S = 2k and 16k full, 457 -> 508 and
 484 -> 590 TFLOP/s. They do so by each other's products, and need none of their own under a softmax: O awaited before it
 S = 2k, 4k, 16k, 128k full +3, +4.5, +4.5, +4 %, hot +1.5 to +3.5 %, causal 2k 0, 8k +1 %; and no flat loop, which has
 room for the registers that this takes, full 0 to +2 %, causal 0; O issued before S +0.5 to +1.5 %. Tails: S = 4097 full
 +4 %, other lengths -1 to +1 %; causal, where the code for them made the loops slower, they are not for. Each warpgroup
-up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493. By triton
-3.9 with the earlier ptxas S = 2k full -1.2 %, 8k causal -0.4 %."""
+up to its own rows' last block: S = 4k and 8k causal +6, +5 %, and from 2k on ahead of D64_SHORT, 463 -> 493."""
 D64_SHORT = Tiles(
     64, 64, warpgroups=2, tile_n=128, q_stages=3, stages=4, compute_registers=240, q_kept=64, o_awaited="before",
-    earlier_ptxas=False,
 )  # fmt: skip
 """Tiles of 192 rows waste more of a short problem: S = 512 causal 175 -> 249 TFLOP/s. Q in three stages: 253 -> 264. Q
 in registers: S = 512 and 1k full 385 -> 409 and 442 -> 482. O awaited before the softmax: S = 512 -0.5 %, 1k full +1.5,
-causal -1 %. By triton 3.9 with the earlier ptxas S = 512 and 1k full -3.4, -5.5 %, causal +1.4, -1.4 %."""
+causal -1 %."""
 D128 = Tiles(
     128, 128, warpgroups=2, tile_n=128, q_stages=2, stages=2, compute_registers=240, tails=True, o_awaited="half way"
 )
 """tile_n 128 rather than 64: 573 -> 640 TFLOP/s in an earlier kernel of this shape. Q in two stages, for the flat loop:
-+9 % at S = 512, 0 at 16k. Tails: S = 4097 full +1.5 %, other lengths -1 to +2 %; D 64 at S = 512 -3 %. Half way: by
-triton 3.9 full 0.96 ... 1.00 -> 0.99 ... 1.01 of what it makes by 3.6, by that -1 to 0 %; D 64 and 96 -2 to -5 %."""
++9 % at S = 512, 0 at 16k. Tails: S = 4097 full +1.5 %, other lengths -1 to +2 %; D 64 at S = 512 -3 %. Half way:
+S = 512 and 1k +0.4 to +0.7 %, by triton 3.9 +0.6 to +1 %, 8k 0; D 64 and 96 -2 to -5 %."""
 D96 = Tiles(
     96, 96, warpgroups=2, tile_n=128, q_stages=2, stages=3, compute_registers=240, q_kept=64, parts=3, parts_v=3,
     out_parts=3,

@@ -35,6 +35,7 @@ from .tile import (
     pass_turn,
     product_wait,
     row_sums_by_lane,
+    row_sums_in_order,
     scaled,
     take_turn,
     tanh,
@@ -211,7 +212,7 @@ def step(
         v_ring.await_full(position - 1)  # again: it keeps the wait for O here, which ptxas would move
     elif STEADY:
         p_new = probabilities(p, scores(p, s), m * p.unit)
-        l += row_sums_by_lane(p_new)
+        l += gl.convert_layout(row_sums_in_order(p_new), l.type.layout)
     else:
         p_new, m, alpha = softmax(p, s, m, row, col, True, MASKED, row_layout)
         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums_by_lane(p_new)
@@ -220,7 +221,7 @@ def step(
         v_ring.release(position - 1)
     if HALF_WAY:
         p_new = gl.convert_layout(whole(low, probabilities(p, scores(p, high), shift)), s_layout)
-        l += row_sums_by_lane(p_new)
+        l += gl.convert_layout(row_sums_in_order(p_new), l.type.layout)
     elif not STEADY:
         o = scaled(o, alpha)
     return o, pack(p_new, k_ring.memory.dtype), m, l

@@ -19,16 +19,16 @@ _PTXAS = threading.Lock()
 
 
 @contextlib.contextmanager
-def earlier_ptxas(options: dict[str, Any], pays: bool = True) -> Iterator[dict[str, Any]]:
-    """Within, if it pays, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives;
-    if not, by its own, as no other thread is within meanwhile. Either way without line numbers and fences of Triton's.
+def earlier_ptxas(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Within, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives, and without
+    line numbers and fences of its own.
 
     From 3.9 on it takes that of CUDA 13, which works out the addresses of operands at greater length. Of what kernels
     make by Triton 3.6, on an H200: forward D 96 0.92 -> 0.99, D 128 0.97 -> 0.99, D 192 causal 0.97 -> 1.00, backward
     D 192 causal 0.90 -> 1.02. Where there is no such ptxas, or the environment names another, nothing changes.
     """
     with _PTXAS, _without_line_numbers(), _without_more_fences():  # knobs are set for all threads
-        if not (pays and _has_earlier_ptxas()):
+        if not _has_earlier_ptxas():
             yield options
             return
         nvidia = triton.knobs.nvidia

@@ -185,8 +185,23 @@ def log2(x):
 @gluon.jit
 def row_sums_by_lane(x):
     """Sums of the numbers of a row that lie in one thread: (TILE_M, 4), reduced once per tile and not per block."""
-    r = x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(r, axis=3), axis=1)
+    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def row_sums_in_order(x):
+    """`row_sums_by_lane`, one number after the other. As triton 3.9 adds up, by pairs of pairs, no exponential is
+    wanted early, and ptxas puts most multiply-adds of a step ahead of the first."""
+    ROWS: gl.constexpr = x.shape[0]
+    BLOCKS: gl.constexpr = x.shape[1] // 8
+    blocks = (gl.sum(x.reshape([ROWS, BLOCKS, 4, 2]), axis=3).permute((0, 2, 1)),)
+    for _ in gl.static_range(BLOCKS - 1):  # in halves, until each is alone
+        first = blocks[0]
+        blocks = blocks[1:] + gl.split(first.reshape([ROWS, 4, 2, first.shape[2] // 2]).permute((0, 1, 3, 2)))
+    sums = blocks[0]
+    for block in gl.static_range(1, BLOCKS):
+        sums += blocks[block]
+    return sums.reshape([ROWS, 4])
 
 
 @gluon.jit
