@@ -145,7 +145,7 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     q, k, v, out, lse = of_a_call(spec)
     described = map(launch.describe, (q, k, v, out), launch.boxes(spec, tiles))
     arguments = (*described, lse, lse, empty(1, dtype=torch.int64), *launch.scalars(spec, tiles, rounds=100))
-    return _compile_gluon(kernel or forward_kernel, arguments)
+    return _compile_gluon(kernel or forward_kernel, arguments, own_barriers=True)
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
@@ -179,11 +179,11 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
     return [_compile_gluon(backward_kernel, arguments)]
 
 
-def _compile_gluon(kernel: Any, arguments: tuple) -> tuple[Usage, object]:
+def _compile_gluon(kernel: Any, arguments: tuple, own_barriers: bool = False) -> tuple[Usage, object]:
     """A kernel of the Hopper backend."""
     from flashtile.backends.hopper import launch, ptxas
 
-    with ptxas.earlier_ptxas(launch.OPTIONS) as options:
+    with ptxas.earlier_ptxas(launch.OPTIONS, own_barriers) as options:
         compiled = compiled_for(kernel, arguments, options, "sm_90")
     return _usage(compiled, "sm_90"), compiled
 
@@ -196,6 +196,39 @@ def machine_code(compiled: object) -> list[tuple[int, str]]:
         cubin.flush()
         sass = subprocess.run([cuobjdump, "-sass", cubin.name], capture_output=True, text=True, check=True).stdout
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+
+
+def barriers_of_roles(compiled: object, ptx_version: int) -> list[tuple[int, int, bool]]:
+    """Of each role of a program: the kernel's own barriers between its warps, those there are when Triton has added its
+    own, and whether an operation takes shared memory that the kernel does not know of. Functions are inlined first."""
+    from triton._C.libtriton import ir, nvidia, passes
+
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ttgir")
+        path.write_text(compiled.asm["ttgir"].replace("noinline = true", "noinline = false"))
+        module = ir.parse_mlir_module(str(path), context)
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_allocate_warp_groups(manager, False)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, ptx_version)
+    manager.run(module, "up to shared memory")
+    before = _roles(str(module))
+    manager = ir.pass_manager(context)
+    nvidia.passes.ttgpuir.add_membar(manager, 90, ptx_version)
+    manager.run(module, "barriers")
+    return [
+        (own.count("ttg.barrier"), all_.count("ttg.barrier"), "allocation.offset" in own)
+        for own, all_ in zip(before, _roles(str(module)), strict=True)
+    ]
+
+
+def _roles(module: str) -> list[str]:
+    """The text of each role, the default one's first."""
+    return re.split(r"\n\s+(?:default \{|partition\d+\()", module)[1:]
 
 
 def barriers_left_alone(compiled: object) -> list[str]:

@@ -373,6 +373,7 @@ class Language:
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
     split = staticmethod(lambda x: (x[..., 0], x[..., 1]))
     fma = staticmethod(fma)
+    barrier = staticmethod(lambda: None)  # of the threads of a role, which is one thread here
     broadcast = staticmethod(torch.broadcast_tensors)
     join = staticmethod(lambda a, b: torch.stack((a, b), -1))
 

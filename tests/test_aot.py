@@ -13,6 +13,7 @@ import torch
 import triton
 from aot import (
     barriers_left_alone,
+    barriers_of_roles,
     cached_call,
     compile_cached,
     compile_hopper,
@@ -240,14 +241,17 @@ def test_every_feature_at_once_compiles(arch):
         compile_kernel(kernel, case, arch, *tensors)
 
 
-@pytest.mark.parametrize("mask", WINDOWS)
-@pytest.mark.parametrize(
+HOPPER_FORWARD = pytest.mark.parametrize(
     ("dims", "seqlen"),
     [
         ((64, 64), 512), ((64, 64), 4096), ((96, 96), 4096), ((96, 128), 4096), ((128, 128), 4096), ((192, 128), 4096),
         ((192, 192), 4096), ((256, 256), 4096),
     ],
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", WINDOWS)
+@HOPPER_FORWARD
 def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask, dims, seqlen):
     case = spec((seqlen, seqlen), (16, 16), dims, BF16, **WINDOWS[mask])
     usage, compiled = compile_hopper(case)
@@ -260,6 +264,17 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert not any(spills), message
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
     assert not barriers_left_alone(compiled)
+
+
+@pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")
+@pytest.mark.parametrize("mask", WINDOWS)
+@HOPPER_FORWARD
+def test_triton_finds_no_barrier_to_add_to_a_hopper_forward_kernel(mask, dims, seqlen):
+    case = spec((seqlen, seqlen), (16, 16), dims, BF16, **WINDOWS[mask])
+    _, compiled = compile_hopper(case)
+    roles = barriers_of_roles(compiled, compiled.metadata.ptx_version or 86)
+    computing = roles[: hopper_config.choose(case).warpgroups]  # the others are one warp
+    assert all(own == with_triton > 0 and not more for own, with_triton, more in computing), roles
 
 
 def test_hopper_kernels_are_compiled_by_a_ptxas_of_cuda_12(monkeypatch):

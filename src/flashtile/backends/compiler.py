@@ -163,8 +163,8 @@ def instead(module: ModuleType, name: str, function: Callable[..., Any]) -> Iter
     theirs, thread = getattr(module, name), threading.get_ident()
 
     @functools.wraps(theirs)
-    def either(*arguments: Any) -> Any:
-        return (function if threading.get_ident() == thread else theirs)(*arguments)
+    def either(*arguments: Any, **named: Any) -> Any:
+        return (function if threading.get_ident() == thread else theirs)(*arguments, **named)
 
     setattr(module, name, either)
     try:

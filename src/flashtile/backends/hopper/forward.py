@@ -16,16 +16,16 @@ warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
     warpgroup_mma_wait,
 )
 
 from .channel import add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
-from .compat import call_as_worker
+from .compat import SINCE_3_9, call_as_worker
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
 from .tile import (
     add_product,
+    await_stores,
     exp2_of_fma,
     halves,
     keep_apart,
@@ -334,7 +334,7 @@ def compute_role(
     keep_apart(warpgroup)
 
 
-@gluon.jit
+@gluon.jit(noinline=SINCE_3_9)  # see ptxas.py; by 3.6 barriers in a function would be of all threads of the program
 def compute_loop(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffer, failures, mine):
     """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
     q_position = q_ring.first()
@@ -452,7 +452,7 @@ def compute_walk(
     if p.FLAT:
         end_tile(p, warpgroup, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, piece, out_desc, lse_ptr,
                  pieces_ptr, out_buffer, failures, p_layout, row_layout)  # fmt: skip
-    tma.store_wait(0)
+    await_stores()
     return q_position, position
 
 

@@ -6,6 +6,7 @@ Legend: as in forward.py.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .compat import barrier
 from .tile import halves, log2, scaled, store_matrix, store_rows
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -55,7 +56,9 @@ def finish(
             total += gl.convert_layout(gl.sum(o[part], axis=1), row_layout)
         fine = (l_row >= LEAST) & (l_row <= MOST) & (gl.abs(total) < float("inf"))
         failed = (fine | (m == float("-inf"))) ^ True
-        failures.store(failures.load(row_layout) | failed.to(gl.int32))
+        before = failures.load(row_layout)
+        barrier()
+        failures.store(before | failed.to(gl.int32))
     empty = l_row == 0.0
     inverse = 1.0 / gl.where(empty, 1.0, l_row)
     shift = m * p.unit

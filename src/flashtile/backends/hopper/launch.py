@@ -110,7 +110,7 @@ class ForwardKernel(Launcher):
 
         pieces = scratch()
         arguments = (*descriptors, lse, pieces, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        with ptxas.earlier_ptxas(OPTIONS) as options:
+        with ptxas.earlier_ptxas(OPTIONS, own_barriers=True) as options:
             main = prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors) + 1, options)
         if not n_numbers:
             return lambda *tensors: main(*tensors, pieces)

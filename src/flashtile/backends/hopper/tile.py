@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .channel import anew, section, width_of_slot
-from .compat import store_async
+from .compat import barrier, store_async
 
 FIRST_BARRIER = gl.constexpr(8)  # named barriers below are Triton's own
 
@@ -125,11 +125,19 @@ def wait_for(sums, others):
 
 
 @gluon.jit
+def await_stores():
+    """Until what this warpgroup's copies to global memory, which one thread issues, are of has been read."""
+    tma.store_wait(0)
+    barrier()
+
+
+@gluon.jit
 def store_rows(desc, buffer, x, batch, row, head, col):
     """Rows of O, dK or dV, from column col on, by way of a buffer."""
-    tma.store_wait(0)
+    await_stores()
     section(matrix(buffer), 0, x.shape[1], 1).store(x.to(desc.dtype))
     fence_async_shared()
+    barrier()
     store_async(desc, [batch, row, head, col], buffer)
 
 
