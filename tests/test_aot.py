@@ -267,10 +267,10 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
 
 
 @pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")
-@pytest.mark.parametrize("mask", WINDOWS)
+@pytest.mark.parametrize("options", [*WINDOWS.values(), FEATURES], ids=[*WINDOWS, "window and soft cap"])
 @HOPPER_FORWARD
-def test_triton_finds_no_barrier_to_add_to_a_hopper_forward_kernel(mask, dims, seqlen):
-    case = spec((seqlen, seqlen), (16, 16), dims, BF16, **WINDOWS[mask])
+def test_triton_finds_no_barrier_to_add_to_a_hopper_forward_kernel(options, dims, seqlen):
+    case = spec((seqlen, seqlen), (16, 16), dims, BF16, **options)
     _, compiled = compile_hopper(case)
     roles = barriers_of_roles(compiled, compiled.metadata.ptx_version or 86)
     computing = roles[: hopper_config.choose(case).warpgroups]  # the others are one warp

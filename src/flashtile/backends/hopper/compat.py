@@ -11,10 +11,10 @@ from triton.language import core
 
 SINCE_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _Shared = gl.shared_memory_descriptor
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 seen_as = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 
 if hasattr(tma, "async_atomic_add"):

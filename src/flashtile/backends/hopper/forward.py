@@ -15,9 +15,7 @@ warpgroup has TILE_M = 64 rows of a tile; S, P: (TILE_M, TILE_N) · O: (TILE_M, 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .channel import add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
 from .compat import SINCE_3_9, call_as_worker

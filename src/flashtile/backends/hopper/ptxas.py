@@ -21,15 +21,21 @@ _PTXAS = threading.Lock()
 
 @contextlib.contextmanager
 def earlier_ptxas(options: dict[str, Any], own_barriers: bool = False) -> Iterator[dict[str, Any]]:
-    """Within, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives, and a
-    function once, without line numbers and fences of its own; and without barriers, if a kernel has all it needs.
+    """Within, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives, a function
+    once, without line numbers and fences of its own; and without barriers, where the kernel's own are all it needs.
 
     From 3.9 on it takes that of CUDA 13, which works out the addresses of operands at greater length. Of what kernels
     make by Triton 3.6, on an H200: forward D 96 0.92 -> 0.99, D 128 0.97 -> 0.99, D 192 causal 0.97 -> 1.00, backward
     D 192 causal 0.90 -> 1.02. Where there is no such ptxas, or the environment names another, nothing changes.
     """
     barriers = _without_more_barriers() if own_barriers else contextlib.nullcontext()
-    with _PTXAS, _without_line_numbers(), _without_more_fences(), barriers, _inlined_late():  # knobs: of all threads
+    with (
+        _PTXAS,  # knobs are set for all threads
+        _without_line_numbers(),
+        _without_more_fences(),
+        barriers,
+        _inlined_late(),
+    ):
         if not _has_earlier_ptxas():
             yield options
             return

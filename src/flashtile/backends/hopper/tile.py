@@ -126,7 +126,7 @@ def wait_for(sums, others):
 
 @gluon.jit
 def await_stores():
-    """Until what this warpgroup's copies to global memory, which one thread issues, are of has been read."""
+    """Until the copies to global memory that one thread of the warpgroup issued have read their buffers."""
     tma.store_wait(0)
     barrier()
 
