@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -63,7 +63,7 @@ def _without_more_fences() -> Iterator[None]:
     """Within, Triton adds no fences between writes to shared memory and the copies or products that read it: the
     kernels have their own. By 3.6 it adds none to them. 3.9 takes two slots of a ring for one, and so adds one to each
     step of the backward pass, up to 2 % of its time; to look for them is 6 to 17 % of the time to compile."""
-    with _without_pass(compiler().nvidia.passes.ttnvgpuir, "add_proxy_fence_insertion"):
+    with _where_there(compiler().nvidia.passes.ttnvgpuir, "add_proxy_fence_insertion", lambda *_: None):
         yield
 
 
@@ -73,13 +73,8 @@ def _without_more_barriers() -> Iterator[None]:
     Where a kernel has its own it would find none to add, which tests/test_aot.py sees to, but in a function, whose
     arguments it does not look behind: five to each step of the forward pass. To look is a seventh of the time to
     compile. In 3.6 it is not a pass of its own."""
-    with _without_pass(compiler().nvidia.passes.ttgpuir, "add_membar"):
+    with _where_there(compiler().nvidia.passes.ttgpuir, "add_membar", lambda *_: None):
         yield
-
-
-def _without_pass(passes: Any, name: str) -> contextlib.AbstractContextManager[None]:
-    """Within, Triton leaves a pass out, if it has it."""
-    return instead(passes, name, lambda *_: None) if hasattr(passes, name) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -87,14 +82,19 @@ def _inlined_late() -> Iterator[None]:
     """Within, a function that Triton was told not to inline is inlined when PTX is written. Until then there is one for
     all warpgroups that call it, and the machine code is as if it had been inlined at first. With no barriers to add, by
     3.9 a forward kernel compiles in 0.53 to 0.65 of the time."""
-    llvm = compiler().llvm
-    theirs = llvm.translate_to_asm
+    llvm, name = compiler().llvm, "translate_to_asm"
+    theirs: Any = getattr(llvm, name, None)
 
     def translate(source: str, *rest: Any, **more: Any) -> Any:
         return theirs(re.sub(r"(?m)^(attributes #\d+ = \{.*)\bnoinline\b", r"\1", source), *rest, **more)
 
-    with instead(llvm, "translate_to_asm", translate):
+    with _where_there(llvm, name, translate):
         yield
+
+
+def _where_there(module: Any, name: str, function: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """`instead`, of a function that not every Triton has."""
+    return instead(module, name, function) if hasattr(module, name) else contextlib.nullcontext()
 
 
 def compiler() -> ModuleType:
