@@ -199,8 +199,8 @@ def machine_code(compiled: object) -> list[tuple[int, str]]:
 
 
 def barriers_of_roles(compiled: object, ptx_version: int) -> list[tuple[int, int, bool]]:
-    """Of each role of a program: the kernel's own barriers between its warps, those there are when Triton has added its
-    own, and whether an operation takes shared memory that the kernel does not know of. Functions are inlined first."""
+    """Of what a program does before its roles, and of each role: the kernel's own barriers between its warps, those
+    there are when Triton has added its own, and whether shared memory is allocated. Functions are inlined first."""
     from triton._C.libtriton import ir, nvidia, passes
 
     context = ir.context()
@@ -227,8 +227,8 @@ def barriers_of_roles(compiled: object, ptx_version: int) -> list[tuple[int, int
 
 
 def _roles(module: str) -> list[str]:
-    """The text of each role, the default one's first."""
-    return re.split(r"\n\s+(?:default \{|partition\d+\()", module)[1:]
+    """The text of what is before the roles, and of each role, the default one's first."""
+    return re.split(r"\n\s+(?:default \{|partition\d+\()", module)
 
 
 def barriers_left_alone(compiled: object) -> list[str]:
