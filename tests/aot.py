@@ -181,9 +181,9 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
 
 def _compile_gluon(kernel: Any, arguments: tuple, own_barriers: bool = False) -> tuple[Usage, object]:
     """A kernel of the Hopper backend."""
-    from flashtile.backends.hopper import launch, ptxas
+    from flashtile.backends.hopper import compiling, launch
 
-    with ptxas.earlier_ptxas(launch.OPTIONS, own_barriers) as options:
+    with compiling.for_hopper(launch.OPTIONS, own_barriers) as options:
         compiled = compiled_for(kernel, arguments, options, "sm_90")
     return _usage(compiled, "sm_90"), compiled
 
@@ -198,11 +198,12 @@ def machine_code(compiled: object) -> list[tuple[int, str]]:
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
 
 
-def barriers_of_roles(compiled: object, ptx_version: int) -> list[tuple[int, int, bool]]:
+def barriers_of_roles(compiled: object) -> list[tuple[int, int, bool]]:
     """Of what a program does before its roles, and of each role: the kernel's own barriers between its warps, those
     there are when Triton has added its own, and whether shared memory is allocated. Functions are inlined first."""
     from triton._C.libtriton import ir, nvidia, passes
 
+    target = 90, compiled.metadata.ptx_version or 86
     context = ir.context()
     ir.load_dialects(context)
     nvidia.load_dialects(context)
@@ -214,11 +215,11 @@ def barriers_of_roles(compiled: object, ptx_version: int) -> list[tuple[int, int
     passes.ttgpuir.add_allocate_warp_groups(manager, False)
     passes.convert.add_scf_to_cf(manager)
     passes.gluon.add_inliner(manager)
-    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, ptx_version)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, *target)
     manager.run(module, "up to shared memory")
     before = _roles(str(module))
     manager = ir.pass_manager(context)
-    nvidia.passes.ttgpuir.add_membar(manager, 90, ptx_version)
+    nvidia.passes.ttgpuir.add_membar(manager, *target)
     manager.run(module, "barriers")
     return [
         (own.count("ttg.barrier"), all_.count("ttg.barrier"), "allocation.offset" in own)
@@ -286,9 +287,9 @@ def overwritten_operands(compiled: object) -> list[str]:
 
 def serializes_products(compiled: object) -> bool:
     """Whether ptxas says (C7510 to C7515) that it waits for each wgmma product before it goes on."""
-    from flashtile.backends.hopper.ptxas import earlier_ptxas
+    from flashtile.backends.hopper.compiling import for_hopper
 
-    with earlier_ptxas({}) if compiled.metadata.ptx_version else nullcontext():  # the one that compiled it
+    with for_hopper({}) if compiled.metadata.ptx_version else nullcontext():  # the one that compiled it
         ptxas = get_ptxas(90).path
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")

@@ -29,8 +29,8 @@ from aot import (
 )
 from cases import BF16, FLOAT, spec
 
+from flashtile.backends.hopper import compiling
 from flashtile.backends.hopper import config as hopper_config
-from flashtile.backends.hopper import ptxas
 from flashtile.backends.hopper.compat import SINCE_3_9
 from flashtile.backends.triton import config, decode_config, decode_launch
 from flashtile.cache import FP8
@@ -272,7 +272,7 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
 def test_triton_finds_no_barrier_to_add_to_a_hopper_forward_kernel(options, dims, seqlen):
     case = spec((seqlen, seqlen), (16, 16), dims, BF16, **options)
     _, compiled = compile_hopper(case)
-    before, *roles = barriers_of_roles(compiled, compiled.metadata.ptx_version or 86)
+    before, *roles = barriers_of_roles(compiled)
     assert before[:2] == (0, 0)
     computing = roles[: hopper_config.choose(case).warpgroups]  # the others are one warp
     assert all(own == with_triton > 0 and not allocates for own, with_triton, allocates in computing), roles
@@ -280,15 +280,15 @@ def test_triton_finds_no_barrier_to_add_to_a_hopper_forward_kernel(options, dims
 
 def test_hopper_kernels_are_compiled_by_a_ptxas_of_cuda_12(monkeypatch):
     def used():
-        return ptxas.compiler().get_ptxas(90).version
+        return compiling.compiler().get_ptxas(90).version
 
     by_itself = used()
-    with ptxas.earlier_ptxas({}) as options:
+    with compiling.for_hopper({}) as options:
         assert used().startswith("12.")
         assert set(options) == ({"ptx_version"} if used() != by_itself else set())
     assert used() == by_itself
-    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", ptxas.compiler().get_ptxas(90).path)  # a choice of the user's
-    with ptxas.earlier_ptxas({}) as options:
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", compiling.compiler().get_ptxas(90).path)  # a choice of the user's
+    with compiling.for_hopper({}) as options:
         assert used() == by_itself
         assert options == {}
 
@@ -300,7 +300,7 @@ def test_hopper_kernels_have_line_numbers_if_the_environment_asks_for_them(said,
         monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", said)
     compilation = triton.knobs.compilation
     before = compilation.disable_line_info
-    with ptxas.earlier_ptxas({}):
+    with compiling.for_hopper({}):
         assert compilation.disable_line_info != noted
     assert compilation.disable_line_info == before
 

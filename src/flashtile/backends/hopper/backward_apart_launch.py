@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...spec import AttentionSpec
 from ..launcher import Launcher, Run, prepared
-from . import config, ptxas
+from . import compiling, config
 from .backward_keys import keys_kernel
 from .backward_launch import (
     ADD,
@@ -79,7 +79,7 @@ def prepare_queries(spec: AttentionSpec, tensors: tuple, of: Shares) -> Run:
     tiles_of = entries(of).to(rows.device)
     described = map(describe, matrices, query_boxes(tiles))
     arguments = (*described, *tensors[5:], tiles_of, *query_scalars(spec, tiles, tiles_of.shape[1], dout, dlse))
-    with ptxas.earlier_ptxas(OPTIONS) as options:
+    with compiling.for_hopper(OPTIONS) as options:
         return prepared(queries_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 
@@ -90,7 +90,7 @@ def prepare_keys(spec: AttentionSpec, tensors: tuple, of: Order) -> Run:
     tiles_of = table(spec, tiles, of).to(rows.device)
     described = (*map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), pieces)
     arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-    with ptxas.earlier_ptxas(OPTIONS) as options:
+    with compiling.for_hopper(OPTIONS) as options:
         return prepared(keys_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 

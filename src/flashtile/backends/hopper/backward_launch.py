@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
 from ..launcher import Launcher, Run, prepared
-from . import config, ptxas
+from . import compiling, config
 from .backward import backward_kernel
 from .backward_pieces import add_kernel
 from .backward_problem import END, FIELDS, FIRST, PIECE, ROUND, TURN, WRITTEN
@@ -163,7 +163,7 @@ class BackwardKernel:
         arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if ranks is not None else OPTIONS
-        with ptxas.earlier_ptxas(options) as options:
+        with compiling.for_hopper(options) as options:
             return prepared(backward_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
 
 

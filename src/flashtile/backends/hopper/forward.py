@@ -332,7 +332,7 @@ def compute_role(
     keep_apart(warpgroup)
 
 
-@gluon.jit(noinline=SINCE_3_9)  # see ptxas.py; by 3.6 barriers in a function would be of all threads of the program
+@gluon.jit(noinline=SINCE_3_9)  # see compiling.py; by 3.6 barriers in a function would be of all threads of the program
 def compute_loop(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffer, failures, mine):
     """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
     q_position = q_ring.first()

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...spec import AttentionSpec
 from .. import Forward
 from ..launcher import Launcher, Run, forward_pass, forward_pass_like, prepared
-from . import config, ptxas
+from . import compiling, config
 from .forward import forward_kernel
 from .forward_pieces import merge_kernel
 from .forward_problem import PIECE_BITS, TAIL
@@ -110,7 +110,7 @@ class ForwardKernel(Launcher):
 
         pieces = scratch()
         arguments = (*descriptors, lse, pieces, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        with ptxas.earlier_ptxas(OPTIONS, own_barriers=True) as options:
+        with compiling.for_hopper(OPTIONS, own_barriers=True) as options:
             main = prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors) + 1, options)
         if not n_numbers:
             return lambda *tensors: main(*tensors, pieces)

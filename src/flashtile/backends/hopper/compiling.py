@@ -16,35 +16,42 @@ import triton
 from ... import env
 from ..compiler import instead
 
-_PTXAS = threading.Lock()
+_COMPILING = threading.Lock()
 
 
 @contextlib.contextmanager
-def earlier_ptxas(options: dict[str, Any], own_barriers: bool = False) -> Iterator[dict[str, Any]]:
-    """Within, Triton compiles for Hopper by the ptxas of CUDA 12 in its wheel, with the options it gives, a function
-    once, without line numbers and fences of its own; and without barriers, where the kernel's own are all it needs.
+def for_hopper(options: dict[str, Any], own_barriers: bool = False) -> Iterator[dict[str, Any]]:
+    """Within, Triton compiles the Hopper kernels as follows, with the options it gives. own_barriers: of a kernel that
+    has all barriers it needs."""
+    barriers = _without_more_barriers() if own_barriers else contextlib.nullcontext()
+    with (
+        _COMPILING,  # knobs are set for all threads
+        _without_line_numbers(),
+        _without_more_fences(),
+        barriers,
+        _inlined_late(),
+        _by_earlier_ptxas(options) as options,
+    ):
+        yield options
+
+
+@contextlib.contextmanager
+def _by_earlier_ptxas(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Within, Triton compiles by the ptxas of CUDA 12 in its wheel, with these options and one more.
 
     From 3.9 on it takes that of CUDA 13, which works out the addresses of operands at greater length. Of what kernels
     make by Triton 3.6, on an H200: forward D 96 0.92 -> 0.99, D 128 0.97 -> 0.99, D 192 causal 0.97 -> 1.00, backward
     D 192 causal 0.90 -> 1.02. Where there is no such ptxas, or the environment names another, nothing changes.
     """
-    barriers = _without_more_barriers() if own_barriers else contextlib.nullcontext()
-    with (
-        _PTXAS,  # knobs are set for all threads
-        _without_line_numbers(),
-        _without_more_fences(),
-        barriers,
-        _inlined_late(),
-    ):
-        if not _has_earlier_ptxas():
-            yield options
-            return
-        nvidia = triton.knobs.nvidia
-        compiler().get_ptxas_version(90)  # a part of the key in Triton's cache, remembered from the first kernel on
-        with nvidia.scope():
-            nvidia.ptxas_blackwell = nvidia.ptxas.path
-            version = compiler().ptx_get_version(nvidia.ptxas.version)
-            yield options | {"ptx_version": version}  # another key than by CUDA 13
+    if not _has_earlier_ptxas():
+        yield options
+        return
+    nvidia = triton.knobs.nvidia
+    compiler().get_ptxas_version(90)  # a part of the key in Triton's cache, remembered from the first kernel on
+    with nvidia.scope():
+        nvidia.ptxas_blackwell = nvidia.ptxas.path
+        version = compiler().ptx_get_version(nvidia.ptxas.version)
+        yield options | {"ptx_version": version}  # another key than by CUDA 13
 
 
 @contextlib.contextmanager
@@ -81,7 +88,7 @@ def _without_more_barriers() -> Iterator[None]:
 def _inlined_late() -> Iterator[None]:
     """Within, a function that Triton was told not to inline is inlined when PTX is written. Until then there is one for
     all warpgroups that call it, and the machine code is as if it had been inlined at first. With no barriers to add, by
-    3.9 a forward kernel compiles in 0.53 to 0.65 of the time."""
+    3.9 a forward kernel compiles in 0.53 to 0.67 of the time."""
     llvm, name = compiler().llvm, "translate_to_asm"
     theirs: Any = getattr(llvm, name, None)
 
