@@ -26,7 +26,6 @@ from .tile import (
     await_stores,
     exp2_of_fma,
     halves,
-    keep_apart,
     meet,
     no_sums,
     pack,
@@ -329,7 +328,6 @@ def compute_role(
     mine = failures.slice(warpgroup * p.TILE_M, p.TILE_M)
     call_as_worker(compute_loop, (gl.to_tensor(warpgroup), p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring,
                                   out_buffers.index(warpgroup), failures, mine))  # fmt: skip
-    keep_apart(warpgroup)
 
 
 @gluon.jit(noinline=SINCE_3_9)  # see compiling.py; by 3.6 barriers in a function would be of all threads of the program

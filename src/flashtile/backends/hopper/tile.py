@@ -40,15 +40,6 @@ def pass_turn(warpgroup, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def keep_apart(warpgroup: gl.constexpr):
-    """An instruction that no other warpgroup has: without one, triton 3.9 makes a single code of what they do last,
-    unless that is inlined late (compiling.py), and to meet in its registers the loops move P about and spill."""
-    gl.inline_asm_elementwise(
-        f"mov.b32 $0, $1; // warpgroup {warpgroup}", "=r,r", [warpgroup], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def matrix(buffer):
     """A buffer (1, S, heads, D) as a matrix (rows, D)."""
     return buffer.reshape([buffer.shape[1] * buffer.shape[2], buffer.shape[3]])
