@@ -106,8 +106,8 @@ def cached_launches(
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
     slots, rows = 2 * spec.programs, decode_config.tile_m(of)
-    parts = empty(slots, rows, of.head_dim_v), empty(rows, slots)
-    parts = parts if spec.merges else (None, None)
+    parts = empty(slots, rows, of.head_dim_v), empty(rows, slots), empty(rows, slots)
+    parts = parts if spec.merges else (None, None, None)
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)

@@ -138,13 +138,29 @@ def load_float8(
 
 
 @triton.jit
-def with_sink(out, lse, sink):
-    """out (TILE_M, TILE_DV) and lse (TILE_M,) with one more score in each row's softmax, which has no value."""
-    most = tl.maximum(lse, sink)
-    shift = tl.where(most == float("-inf"), 0.0, most)
-    total = shift + tl.log(tl.exp(lse - shift) + tl.exp(sink - shift))
-    weight = tl.where(lse == float("-inf"), 0.0, tl.exp(lse - total))
-    return out * weight[:, None], tl.where(most == float("-inf"), float("-inf"), total)
+def await_kernel_before(known):
+    """Waits until the kernel before has ended, while which this one starts; `known`, 1 or more, is worked out first.
+
+    In a branch, which is always taken: the assembler would put all arithmetic that stands before the wait behind it.
+    """
+    if known > 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def with_sink(acc, m, l, sink):
+    """A step of the online softmax by one more score of each row, which has no value."""
+    m_new = tl.maximum(m, sink)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp(m - shift)
+    return acc * alpha[:, None], m_new, l * alpha + tl.exp(sink - shift)
+
+
+@triton.jit
+def normalized(acc, m, l):
+    """(out, lse) of one row, or of each: acc and l are sums of exp(score - m); rows that have seen no key are zero."""
+    empty = l == 0
+    return acc * (1.0 / tl.where(empty, 1.0, l)), tl.where(empty, float("-inf"), m + tl.log(l))
 
 
 @triton.jit
@@ -194,7 +210,7 @@ def queries_of_task(
 ])  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
-    out_parts_ptr, lse_parts_ptr, out_ptr, lse_ptr,
+    acc_parts_ptr, m_parts_ptr, l_parts_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
     stride_slopes, stride_k_descale, stride_v_descale,
     batches, seqlen_q, heads_k, group, seqlen_new, capacity, width, least, softmax_scale, unit, cap_in,
@@ -222,38 +238,40 @@ def decode_kernel(
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks
     program = tl.program_id(0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # it starts while the kernel before ends
+    n_shares = tl.num_programs(0) // width  # of a line
+    line, rank = program % width, program // width
+    alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
+    if EARLY and not alike:
+        await_kernel_before(n_shares)
         tl.extra.cuda.gdc_launch_dependents()  # once all programs run; the merge takes no place from them
     if SHARED:
-        alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
         if alike:
             n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
             of_sequence = blocks * (tasks // width)
             n_blocks = of_sequence * batches
         else:
-            line = blocks_of_sequences(
+            of_sequences = blocks_of_sequences(
                 batches, tasks // width, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
                 window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
-            n_blocks = tl.sum(line, 0)
-        share = share_of_line(n_blocks, tl.num_programs(0) // width, least)
-        position = program // width * share
+            n_blocks = tl.sum(of_sequences, 0)
+        share = share_of_line(n_blocks, n_shares, least)
+        position = rank * share
         stop = tl.minimum(position + share, n_blocks)
         place = tl.minimum(position, n_blocks - 1)  # an empty share has q and a page too, and must find them
         if alike:
             sequence = place // of_sequence
             inside_sequence = place % of_sequence
         else:
-            before = tl.cumsum(line, 0) <= place
+            before = tl.cumsum(of_sequences, 0) <= place
             sequence = tl.sum(before.to(tl.int32), 0)
-            inside_sequence = place - tl.sum(tl.where(before, line, 0), 0)
+            inside_sequence = place - tl.sum(tl.where(before, of_sequences, 0), 0)
     else:
         sequence = program // tasks
     first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
     n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     if SHARED:
-        task = inside_sequence // blocks * width + program % width
+        task = inside_sequence // blocks * width + line
         begin = inside_sequence % blocks
     else:
         task = program % tasks
@@ -264,6 +282,9 @@ def decode_kernel(
     m_block = task % m_blocks
     n_block = n_first + begin
     n_end = n_first + blocks
+    if EARLY and alike:
+        await_kernel_before(batches)
+        tl.extra.cuda.gdc_launch_dependents()
     page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
     stride_vs = stride_ks if stride_vs is None else stride_vs
     q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
@@ -329,29 +350,37 @@ def decode_kernel(
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
 
         if ends | (at + 1 == stop):
-            _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
-            empty = l == 0
-            out = tl.interleave(acc, acc_odd) if PAIRS else acc
-            out /= tl.where(empty, 1.0, l)[:, None]
+            if PAIRS:
+                sums = tl.interleave(acc, acc_odd)
+            else:
+                sums = acc
+            m_of = m if EXACT and slopes_ptr is None else m * (s_unit * LN2)
+            l_of = l
             if v_descale_ptr is not None:
-                out *= tl.load(v_descale_ptr + sequence * stride_v_descale + head_k)
-            lse = m + tl.log2(l) * LN2 if EXACT and slopes_ptr is None else (m * s_unit + tl.log2(l)) * LN2
-            lse = tl.where(empty, float("-inf"), lse)
+                sums *= tl.load(v_descale_ptr + sequence * stride_v_descale + head_k)
             if sinks_ptr is not None:
+                _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
                 sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
-                out, lse = with_sink(out, lse, tl.where(begin == 0, sink, float("-inf")))  # in one part of a task
-            stored = here[:, None] & (dims_v < DV)[None, :]
-            if out_parts_ptr is None or (ends & (begin == 0)):
+                sink = tl.where(begin == 0, sink, float("-inf"))  # in one part of a task
+                sums, m_of, l_of = with_sink(sums, m_of, l_of, sink)
+            if acc_parts_ptr is None or (ends & (begin == 0)):
+                _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
+                out, lse = normalized(sums, m_of[:, None], l_of[:, None])
                 out_at = ((sequence.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
+                stored = here[:, None] & (dims_v < DV)[None, :]
                 tl.store(out_ptr + (out_at[:, None] + dims_v[None, :]), out.to(out_ptr.dtype.element_ty), stored)
                 lse_at = (sequence.to(tl.int64) * heads_k * group + head) * seqlen_q + query
-                tl.store(lse_ptr + lse_at, lse, here)
+                tl.store(lse_ptr + lse_at[:, None], lse, here[:, None])
             else:
-                slot = 2 * program.to(tl.int64) + (begin == 0)
                 row = tl.arange(0, TILE_M)
-                out_at = slot * TILE_M + row
-                tl.store(out_parts_ptr + (out_at[:, None] * DV + dims_v[None, :]), out, stored)
-                tl.store(lse_parts_ptr + (row.to(tl.int64) * (2 * tl.num_programs(0)) + slot), lse, here)
+                here = row < seqlen_q * group - m_block * TILE_M
+                slot = (2 * (line * n_shares + rank) + (begin == 0)).to(tl.int64)
+                part_ptr = acc_parts_ptr + slot * (TILE_M * DV)
+                stored = here[:, None] & (dims_v < DV)[None, :]
+                tl.store(part_ptr + (row[:, None] * DV + dims_v[None, :]), sums, stored)
+                of_row = row.to(tl.int64) * (2 * tl.num_programs(0)) + slot
+                tl.store(m_parts_ptr + of_row, m_of, here)
+                tl.store(l_parts_ptr + of_row, l_of, here)
 
         n_block += 1
         goes_on = not ends
@@ -378,7 +407,7 @@ def decode_kernel(
     "window_right",
 ])  # fmt: skip
 def merge_kernel(
-    out_parts_ptr, lse_parts_ptr, seqlens_ptr, leftpad_ptr, out_ptr, lse_ptr,
+    acc_parts_ptr, m_parts_ptr, l_parts_ptr, seqlens_ptr, leftpad_ptr, out_ptr, lse_ptr,
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, capacity, width, least, window_left, window_right,
     DV: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -413,35 +442,40 @@ def merge_kernel(
     begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + task // width * blocks
     first_share = begin // share  # that has a part
     n_parts = (begin + blocks - 1) // share - first_share + 1
-    if EARLY and (n_parts > 1) | (tl.program_id(0) == 0):
-        tl.extra.cuda.gdc_wait()  # what is asked for here is known before
-    if n_parts > 1:
-        first_slot = 2 * (first_share * width + task % width).to(tl.int64)
-        row %= TILE_M
-        lses_ptr = lse_parts_ptr + row.to(tl.int64) * (2 * n_shares * width)  # a row's lie side by side: few sectors
-        acc = tl.zeros([DIMS], tl.float32)
-        m = tl.full([], float("-inf"), tl.float32)
-        l = tl.full([], 0.0, tl.float32)
-        for first in range(0, n_parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            here = part < n_parts
-            slot = first_slot + 2 * width * part + (part == 0)
-            at = slot * TILE_M + row
-            # volatile, lest the compiler puts what waits for lses before it loads outs
-            outs = tl.load(
-                out_parts_ptr + (at[:, None] * DV + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0,
-                volatile=True,
-            )  # (PARTS, DIMS)  # fmt: skip
-            lses = tl.load(lses_ptr + slot, here, float("-inf"), volatile=True)
-            m_new = tl.maximum(m, tl.max(lses, 0))
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
-            weights = tl.exp(lses - shift)
-            alpha = tl.exp(m - shift)
-            acc = acc * alpha + tl.sum(outs * weights[:, None], 0)
-            l = l * alpha + tl.sum(weights, 0)
-            m = m_new
-        empty = l == 0
-        out = acc / tl.where(empty, 1.0, l)
-        out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
-        tl.store(out_ptr + out_at + dim, out.to(out_ptr.dtype.element_ty), dim < DV)
-        tl.store(lse_ptr + place, tl.where(empty, float("-inf"), m + tl.log(l)))
+    if n_parts == 1:
+        if EARLY and tl.program_id(0) == 0:
+            tl.extra.cuda.gdc_wait()
+        return
+    row %= TILE_M
+    first_slot = 2 * (task % width * n_shares + first_share)
+    acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
+    at = row.to(tl.int64) * (2 * n_shares * width) + first_slot
+    row_ptr = out_ptr + ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
+    part = tl.arange(0, PARTS)
+    acc = tl.zeros([DIMS], tl.float32)
+    m = tl.full([], float("-inf"), tl.float32)
+    l = tl.full([], 0.0, tl.float32)
+    if EARLY:
+        await_kernel_before(n_parts)
+    for first in range(0, n_parts, PARTS):
+        here = first + part < n_parts
+        slot = 2 * part + ((part == 0) & (first == 0))
+        # volatile, lest the compiler puts what waits for m before it loads acc
+        accs = tl.load(
+            acc_ptr + (slot[:, None] * (TILE_M * DV) + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0,
+            volatile=True,
+        )  # (PARTS, DIMS)  # fmt: skip
+        ms = tl.load(m_parts_ptr + at + slot, here, float("-inf"), volatile=True)
+        ls = tl.load(l_parts_ptr + at + slot, here, 0.0, volatile=True)
+        acc_ptr += 2 * PARTS * TILE_M * DV
+        at += 2 * PARTS
+        m_new = tl.maximum(m, tl.max(ms, 0))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        weights = tl.exp(ms - shift)
+        alpha = tl.exp(m - shift)
+        acc = acc * alpha + tl.sum(accs * weights[:, None], 0)
+        l = l * alpha + tl.sum(ls * weights, 0)
+        m = m_new
+    out, lse = normalized(acc, m, l)
+    tl.store(row_ptr + dim, out.to(out_ptr.dtype.element_ty), dim < DV)
+    tl.store(lse_ptr + place, lse)

@@ -193,13 +193,11 @@ def decode(call: CachedCall, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor
     assert arch is not None, "a tensor on a GPU, and no GPU"
     multiprocessors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
     spec = decode_spec(call, num_splits, arch, multiprocessors)
-    parts: tuple[Tensor | None, Tensor | None] = (None, None)
+    parts: tuple[Tensor | None, ...] = (None, None, None)
     if spec.merges:
         slots, rows = 2 * spec.programs, tile_m(of)
-        parts = (
-            torch.empty((slots, rows, of.head_dim_v), dtype=torch.float32, device=device),
-            torch.empty((rows, slots), dtype=torch.float32, device=device),
-        )
+        of_rows = torch.empty((2, rows, slots), dtype=torch.float32, device=device)
+        parts = torch.empty((slots, rows, of.head_dim_v), dtype=torch.float32, device=device), *of_rows
     out = torch.empty((of.batch, of.seqlen_q, of.heads_q, of.head_dim_v), dtype=q.dtype, device=device)
     lse = torch.empty((of.batch, of.heads_q, of.seqlen_q), dtype=torch.float32, device=device)
     inputs = (
