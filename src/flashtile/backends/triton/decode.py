@@ -66,9 +66,43 @@ def blocks_of_sequences(
 
 
 @triton.jit
-def share_of_line(n_blocks, n_shares, least):
-    """Blocks of a line for each of its programs: `least` at least, so that short lines go to fewer."""
-    return tl.maximum(tl.cdiv(n_blocks, n_shares), least)
+def shares_of_line(n_blocks, n_shares, least):
+    """(share, longer): blocks of each share of a line, and how many shares, the first, have one more.
+
+    `least` blocks at least, so that short lines go to fewer programs. Else as many for each, rounded up, where whole
+    tasks then stay whole, unless more than a sixteenth of the programs would have none.
+    """
+    share = (n_blocks + n_shares - 1) // n_shares
+    longer = n_blocks * 0
+    if share < least:
+        share = least
+    elif share > least:
+        if 16 * (share * n_shares - n_blocks) > share * n_shares:
+            share -= 1
+            longer = n_blocks - share * n_shares
+    return share, longer
+
+
+@triton.jit
+def share_of_block(block, share, longer):
+    """Which share of a line has a block."""
+    of_longer = longer * (share + 1)
+    if block < of_longer:
+        at = block // (share + 1)
+    else:
+        at = longer + (block - of_longer) // share
+    return at
+
+
+@triton.jit
+def head_of_task(task, m_blocks):
+    """(key head, block of rows): no division where a head has one block."""
+    head_k = task
+    m_block = task * 0
+    if m_blocks > 1:
+        head_k = task // m_blocks
+        m_block = task % m_blocks
+    return head_k, m_block
 
 
 @triton.jit
@@ -255,9 +289,9 @@ def decode_kernel(
                 window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
             n_blocks = tl.sum(of_sequences, 0)
-        share = share_of_line(n_blocks, n_shares, least)
-        position = rank * share
-        stop = tl.minimum(position + share, n_blocks)
+        share, longer = shares_of_line(n_blocks, n_shares, least)
+        position = rank * share + tl.minimum(rank, longer)
+        stop = tl.minimum(position + share + (rank < longer), n_blocks)
         place = tl.minimum(position, n_blocks - 1)  # an empty share has q and a page too, and must find them
         if alike:
             sequence = place // of_sequence
@@ -271,15 +305,17 @@ def decode_kernel(
     first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
     n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     if SHARED:
-        task = inside_sequence // blocks * width + line
-        begin = inside_sequence % blocks
+        task = line
+        begin = inside_sequence
+        if tasks > width:
+            task += inside_sequence // blocks * width
+            begin = inside_sequence % blocks
     else:
         task = program % tasks
         position = 0
         stop = blocks
         begin = 0
-    head_k = task // m_blocks
-    m_block = task % m_blocks
+    head_k, m_block = head_of_task(task, m_blocks)
     n_block = n_first + begin
     n_end = n_first + blocks
     if EARLY and alike:
@@ -390,8 +426,7 @@ def decode_kernel(
             if task >= tasks:
                 task -= tasks
                 sequence = tl.minimum(sequence + 1, batches - 1)  # behind the line the last again, not used
-            head_k = task // m_blocks
-            m_block = task % m_blocks
+            head_k, m_block = head_of_task(task, m_blocks)
             first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
             n_block, blocks = key_blocks(
                 n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
@@ -409,7 +444,7 @@ def decode_kernel(
 def merge_kernel(
     acc_parts_ptr, m_parts_ptr, l_parts_ptr, seqlens_ptr, leftpad_ptr, out_ptr, lse_ptr,
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, capacity, width, least, window_left, window_right,
-    DV: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr,
+    DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr, ONCE: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -431,17 +466,25 @@ def merge_kernel(
     row = query * group + head % group
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks // width  # in a line
-    line = blocks_of_sequences(
-        batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-        TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
-    )  # fmt: skip
-    sequence = tl.arange(0, TILE_B)
-    share = share_of_line(tl.sum(line, 0), n_shares, least)
-    blocks = tl.sum(tl.where(sequence == batch, line, 0), 0) // tasks
     task = head // group * m_blocks + row // TILE_M
-    begin = tl.sum(tl.where(sequence < batch, line, 0), 0) + task // width * blocks
-    first_share = begin // share  # that has a part
-    n_parts = (begin + blocks - 1) // share - first_share + 1
+    if seqlens_ptr is None and leftpad_ptr is None:
+        _, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+        of_sequence = blocks * tasks
+        n_blocks = of_sequence * batches
+        begin = of_sequence * batch
+    else:
+        of_sequences = blocks_of_sequences(
+            batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        sequence = tl.arange(0, TILE_B)
+        n_blocks = tl.sum(of_sequences, 0)
+        blocks = tl.sum(tl.where(sequence == batch, of_sequences, 0), 0) // tasks
+        begin = tl.sum(tl.where(sequence < batch, of_sequences, 0), 0)
+    begin += task // width * blocks
+    share, longer = shares_of_line(n_blocks, n_shares, least)
+    first_share = share_of_block(begin, share, longer)  # that has a part
+    n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
     if n_parts == 1:
         if EARLY and tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()
@@ -457,16 +500,16 @@ def merge_kernel(
     l = tl.full([], 0.0, tl.float32)
     if EARLY:
         await_kernel_before(n_parts)
-    for first in range(0, n_parts, PARTS):
+    for first in range(0, PARTS if ONCE else n_parts, PARTS):
         here = first + part < n_parts
         slot = 2 * part + ((part == 0) & (first == 0))
-        # volatile, lest the compiler puts what waits for m before it loads acc
+        # past the first cache, lest the compiler puts what waits for m before it loads acc
         accs = tl.load(
             acc_ptr + (slot[:, None] * (TILE_M * DV) + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0,
-            volatile=True,
+            cache_modifier=".cg",
         )  # (PARTS, DIMS)  # fmt: skip
-        ms = tl.load(m_parts_ptr + at + slot, here, float("-inf"), volatile=True)
-        ls = tl.load(l_parts_ptr + at + slot, here, 0.0, volatile=True)
+        ms = tl.load(m_parts_ptr + at + slot, here, float("-inf"), cache_modifier=".cg")
+        ls = tl.load(l_parts_ptr + at + slot, here, 0.0, cache_modifier=".cg")
         acc_ptr += 2 * PARTS * TILE_M * DV
         at += 2 * PARTS
         m_new = tl.maximum(m, tl.max(ms, 0))

@@ -13,7 +13,7 @@ from ...arch import arch_of
 from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
 from ..launcher import Launcher, Run, prepared
-from .decode import decode_kernel, merge_kernel
+from .decode import decode_kernel, merge_kernel, shares_of_line
 from .decode_config import (
     MOST_KEYS,
     DecodeTiles,
@@ -108,15 +108,25 @@ def shares_for(tasks: int, most: int) -> int:
     return even if enough(even, most) else most
 
 
-def merge_tile(spec: DecodeSpec) -> tuple[int, int]:
-    """(parts, dims) of a program that merges. It is one warp, as it is all latency, and warps that met would wait.
+class MergeTile(NamedTuple):
+    """parts x dims of a program that merges; once: no row has more parts. It is one warp, as it is all latency, and
+    warps that met would wait."""
 
-    The parts are all that a row has where lengths are alike, up to MOST_MERGED.
-    """
+    parts: int
+    dims: int
+    once: bool
+
+
+def merge_tile(spec: DecodeSpec, alike: bool) -> MergeTile:
+    """All parts of a row at a time, up to MOST_MERGED, if sequences are `alike`; if not, as many as if they were."""
     of = spec.attention
-    parts = min(-(-spec.programs // spec.tasks) + 1, -(-of.seqlen_k // spec.tiles.tile_n))
-    parts = min(max(triton.next_power_of_2(parts), FEWEST_MERGED), MOST_MERGED)
-    return parts, min(triton.next_power_of_2(of.head_dim_v), MERGED // parts)
+    n_shares, blocks = spec.programs // spec.width, -(-of.seqlen_k // spec.tiles.tile_n)
+    share, longer = shares_of_line.fn(spec.tasks // spec.width * blocks, n_shares, spec.least)
+    most = blocks // share if blocks % share == 0 and longer == 0 else min((blocks - 2) // share + 2, blocks)
+    parts = min(max(triton.next_power_of_2(most), FEWEST_MERGED), MOST_MERGED)
+    dims = min(triton.next_power_of_2(of.head_dim_v), MERGED // parts)
+    once = (most if alike and of.window_left < 0 else n_shares) <= parts
+    return MergeTile(parts, dims, once)
 
 
 def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
@@ -157,14 +167,14 @@ class MergeKernel(Launcher):
 
     def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
         of = spec.attention
-        parts, dims = merge_tile(spec)
+        tile = merge_tile(spec, alike=tensors[3] is None and tensors[4] is None)
         arguments = (
             *tensors, spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new,
-            of.seqlen_k, spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, dims, parts,
+            of.seqlen_k, spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, *tile,
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
             of.window_right >= 0, spec.early,
         )  # fmt: skip
-        grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
+        grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // tile.dims)
         options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
         return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), options)
 
