@@ -7,102 +7,24 @@ How many keys there are is read on the device, so that a grid does not depend on
 `width`-th task lie in one line, task after task, and so many programs take equal shares of each line, whatever the
 lengths are: the end of one task, whole ones, the beginning of another. Lines are alike, and so are their shares:
 the key heads of a sequence, which lie side by side in memory, are read at the same time, at the same keys. A task that
-lies in one share is written at once, the others as parts: program p has at most one part that began before its share,
-kept in slot 2 p, and one that goes on behind it, in slot 2 p + 1. `merge_kernel` finds them by the same arithmetic.
+lies in one share is written at once, the others as parts: share n of a line has at most one part that began before it,
+kept in slot 2 n of the line, and one that goes on behind it, in slot 2 n + 1. `merge_kernel` finds them by the same
+arithmetic (decode_shares.py). A part is the state of the online softmax: sums not yet divided by l, and m and l.
 Without SHARED a program has one task; where there are no slots, as sequences are alike and programs have whole tasks,
 nothing is merged.
 
-Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_size, Hk, D | Dv) · parts: out
-(2 programs, TILE_M, Dv) and lse (2 programs, TILE_M), float32 · out (B, Sq, Hq, Dv) · lse (B, Hq, Sq).
+Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_size, Hk, D | Dv) · parts: acc
+(2 programs, TILE_M, Dv), m and l (TILE_M, 2 programs), float32 · out (B, Sq, Hq, Dv) · lse (B, Hq, Sq).
 """
 
 import triton
 import triton.language as tl
 
+from .decode_shares import blocks_of_sequences, key_blocks, share_of_block, shares_of_line, span_of
 from .tile import LN2, LOG2E, softmax_step, tanh
 
 EXPONENT = tl.constexpr(0x7F800000)  # the bits of a float32's
 FLOAT32_TINY = tl.constexpr(2.0**-126)
-
-
-@triton.jit
-def span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity):
-    """(first, n_keys) of a sequence, or of a vector of them; never past the cache."""
-    end = capacity
-    if seqlens_ptr is not None:
-        end = tl.minimum(tl.load(seqlens_ptr + sequence, here, 0).to(tl.int32) + seqlen_new, capacity)
-    first = 0
-    if leftpad_ptr is not None:
-        first = tl.load(leftpad_ptr + sequence, here, 0).to(tl.int32)
-    return first, tl.maximum(end - first, 0)
-
-
-@triton.jit
-def key_blocks(
-    n_keys, seqlen_q, window_left, window_right, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
-    """(first, how many): the key blocks that any query of a sequence sees; one at least: its rows must be written."""
-    offset = n_keys - seqlen_q
-    first = n_keys * 0
-    end = n_keys
-    if HAS_LEFT:
-        first = tl.maximum(offset - window_left, 0) // TILE_N
-    if HAS_RIGHT:
-        end = tl.minimum(n_keys, tl.maximum(offset + seqlen_q + window_right, 0))
-    return first, tl.maximum(tl.cdiv(end, TILE_N) - first, 1)
-
-
-@triton.jit
-def blocks_of_sequences(
-    batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """(TILE_B,) blocks of a line that belong to each sequence, which has so many `tasks` in it."""
-    sequence = tl.arange(0, TILE_B)
-    here = sequence < batches
-    _, n_keys = span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-    _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-    return tl.where(here, blocks * tasks, 0)
-
-
-@triton.jit
-def shares_of_line(n_blocks, n_shares, least):
-    """(share, longer): blocks of each share of a line, and how many shares, the first, have one more.
-
-    `least` blocks at least, so that short lines go to fewer programs. Else as many for each, rounded up, where whole
-    tasks then stay whole, unless more than a sixteenth of the programs would have none.
-    """
-    share = (n_blocks + n_shares - 1) // n_shares
-    longer = n_blocks * 0
-    if share < least:
-        share = least
-    elif share > least:
-        if 16 * (share * n_shares - n_blocks) > share * n_shares:
-            share -= 1
-            longer = n_blocks - share * n_shares
-    return share, longer
-
-
-@triton.jit
-def share_of_block(block, share, longer):
-    """Which share of a line has a block."""
-    of_longer = longer * (share + 1)
-    if block < of_longer:
-        at = block // (share + 1)
-    else:
-        at = longer + (block - of_longer) // share
-    return at
-
-
-@triton.jit
-def head_of_task(task, m_blocks):
-    """(key head, block of rows): no division where a head has one block."""
-    head_k = task
-    m_block = task * 0
-    if m_blocks > 1:
-        head_k = task // m_blocks
-        m_block = task % m_blocks
-    return head_k, m_block
 
 
 @triton.jit
@@ -195,6 +117,17 @@ def normalized(acc, m, l):
     """(out, lse) of one row, or of each: acc and l are sums of exp(score - m); rows that have seen no key are zero."""
     empty = l == 0
     return acc * (1.0 / tl.where(empty, 1.0, l)), tl.where(empty, float("-inf"), m + tl.log(l))
+
+
+@triton.jit
+def head_of_task(task, m_blocks):
+    """(key head, block of rows): no division where a head has one block."""
+    head_k = task
+    m_block = task * 0
+    if m_blocks > 1:
+        head_k = task // m_blocks
+        m_block = task % m_blocks
+    return head_k, m_block
 
 
 @triton.jit
@@ -319,7 +252,7 @@ def decode_kernel(
     n_block = n_first + begin
     n_end = n_first + blocks
     if EARLY and alike:
-        await_kernel_before(batches)
+        await_kernel_before(n_end)
         tl.extra.cuda.gdc_launch_dependents()
     page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
     stride_vs = stride_ks if stride_vs is None else stride_vs
@@ -386,37 +319,34 @@ def decode_kernel(
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
 
         if ends | (at + 1 == stop):
-            if PAIRS:
-                sums = tl.interleave(acc, acc_odd)
-            else:
-                sums = acc
-            m_of = m if EXACT and slopes_ptr is None else m * (s_unit * LN2)
-            l_of = l
+            acc_end = tl.interleave(acc, acc_odd) if PAIRS else acc
+            m_end = m if EXACT and slopes_ptr is None else m * (s_unit * LN2)
+            l_end = l
             if v_descale_ptr is not None:
-                sums *= tl.load(v_descale_ptr + sequence * stride_v_descale + head_k)
+                acc_end *= tl.load(v_descale_ptr + sequence * stride_v_descale + head_k)
             if sinks_ptr is not None:
                 _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
                 sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
                 sink = tl.where(begin == 0, sink, float("-inf"))  # in one part of a task
-                sums, m_of, l_of = with_sink(sums, m_of, l_of, sink)
+                acc_end, m_end, l_end = with_sink(acc_end, m_end, l_end, sink)
             if acc_parts_ptr is None or (ends & (begin == 0)):
                 _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
-                out, lse = normalized(sums, m_of[:, None], l_of[:, None])
-                out_at = ((sequence.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
                 stored = here[:, None] & (dims_v < DV)[None, :]
+                out, lse = normalized(acc_end, m_end[:, None], l_end[:, None])
+                out_at = ((sequence.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
                 tl.store(out_ptr + (out_at[:, None] + dims_v[None, :]), out.to(out_ptr.dtype.element_ty), stored)
                 lse_at = (sequence.to(tl.int64) * heads_k * group + head) * seqlen_q + query
                 tl.store(lse_ptr + lse_at[:, None], lse, here[:, None])
             else:
                 row = tl.arange(0, TILE_M)
                 here = row < seqlen_q * group - m_block * TILE_M
-                slot = (2 * (line * n_shares + rank) + (begin == 0)).to(tl.int64)
-                part_ptr = acc_parts_ptr + slot * (TILE_M * DV)
                 stored = here[:, None] & (dims_v < DV)[None, :]
-                tl.store(part_ptr + (row[:, None] * DV + dims_v[None, :]), sums, stored)
-                of_row = row.to(tl.int64) * (2 * tl.num_programs(0)) + slot
-                tl.store(m_parts_ptr + of_row, m_of, here)
-                tl.store(l_parts_ptr + of_row, l_of, here)
+                slot = (2 * (line * n_shares + rank) + (begin == 0)).to(tl.int64)
+                acc_at = slot * (TILE_M * DV)
+                tl.store(acc_parts_ptr + acc_at + (row[:, None] * DV + dims_v[None, :]), acc_end, stored)
+                row_at = row.to(tl.int64) * (2 * tl.num_programs(0)) + slot
+                tl.store(m_parts_ptr + row_at, m_end, here)
+                tl.store(l_parts_ptr + row_at, l_end, here)
 
         n_block += 1
         goes_on = not ends
@@ -448,7 +378,8 @@ def merge_kernel(
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """DIMS of out, and lse, of one row, where its task was split: grid (B * Hq * Sq * blocks of DIMS,).
+    """DIMS of out, and lse, of one row, where its task was split, from PARTS of its parts at a time, ONCE if there are
+    no more: grid (B * Hq * Sq * blocks of DIMS,).
 
     With EARLY it starts while parts are still computed. What it reads before it waits, the lengths, was there
     before `decode_kernel` began, which is launched behind all that came before. Programs that have nothing to merge end
@@ -492,8 +423,8 @@ def merge_kernel(
     row %= TILE_M
     first_slot = 2 * (task % width * n_shares + first_share)
     acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
-    at = row.to(tl.int64) * (2 * n_shares * width) + first_slot
-    row_ptr = out_ptr + ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
+    row_at = row.to(tl.int64) * (2 * n_shares * width) + first_slot
+    out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
     part = tl.arange(0, PARTS)
     acc = tl.zeros([DIMS], tl.float32)
     m = tl.full([], float("-inf"), tl.float32)
@@ -503,15 +434,15 @@ def merge_kernel(
     for first in range(0, PARTS if ONCE else n_parts, PARTS):
         here = first + part < n_parts
         slot = 2 * part + ((part == 0) & (first == 0))
-        # past the first cache, lest the compiler puts what waits for m before it loads acc
+        # .cg, lest the compiler puts what waits for m before it loads acc
         accs = tl.load(
             acc_ptr + (slot[:, None] * (TILE_M * DV) + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0,
             cache_modifier=".cg",
         )  # (PARTS, DIMS)  # fmt: skip
-        ms = tl.load(m_parts_ptr + at + slot, here, float("-inf"), cache_modifier=".cg")
-        ls = tl.load(l_parts_ptr + at + slot, here, 0.0, cache_modifier=".cg")
+        ms = tl.load(m_parts_ptr + row_at + slot, here, float("-inf"), cache_modifier=".cg")
+        ls = tl.load(l_parts_ptr + row_at + slot, here, 0.0, cache_modifier=".cg")
         acc_ptr += 2 * PARTS * TILE_M * DV
-        at += 2 * PARTS
+        row_at += 2 * PARTS
         m_new = tl.maximum(m, tl.max(ms, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         weights = tl.exp(ms - shift)
@@ -520,5 +451,5 @@ def merge_kernel(
         l = l * alpha + tl.sum(ls * weights, 0)
         m = m_new
     out, lse = normalized(acc, m, l)
-    tl.store(row_ptr + dim, out.to(out_ptr.dtype.element_ty), dim < DV)
+    tl.store(out_ptr + out_at + dim, out.to(out_ptr.dtype.element_ty), dim < DV)
     tl.store(lse_ptr + place, lse)

@@ -241,7 +241,9 @@ SM_90 = _table({
 
 # Not measured: tiles that neither spill nor exceed the shared memory (163 KiB, 99 KiB, 64 KiB, 64 KiB) when compiled
 # ahead of time.
-SM_80 = SM_90 | _table({(4, 128): DecodeTiles(32, 8, 2, 2, 8)})
+SM_80 = SM_90 | _table({
+    (4, 128): (DecodeTiles(32, 8, 2, 2, 8), DecodeTiles(32, 8, 2, 2, 8), DecodeTiles(16, 8, 2, 2, 8)),
+})  # fmt: skip
 SMALL = _table(
     {(itemsize, dim): DecodeTiles(32 if dim > 128 else 64, 8, 2, 2, 4) for itemsize in (1, 2) for dim in (64, 128, 256)}
     | {(4, dim): DecodeTiles(16 if dim > 128 else 32, 8, 2, 2, 8) for dim in (64, 128, 256)}
