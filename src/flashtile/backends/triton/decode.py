@@ -374,17 +374,18 @@ def decode_kernel(
 def merge_kernel(
     acc_parts_ptr, m_parts_ptr, l_parts_ptr, seqlens_ptr, leftpad_ptr, out_ptr, lse_ptr,
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, capacity, width, least, window_left, window_right,
-    DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr, ONCE: tl.constexpr,
+    DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """DIMS of out, and lse, of one row, where its task was split, from PARTS of its parts at a time, ONCE if there are
-    no more: grid (B * Hq * Sq * blocks of DIMS,).
+    """DIMS of out, and lse, of one row, where its task was split, from PARTS of its parts at a time: grid
+    (B * Hq * Sq * blocks of DIMS,).
 
     With EARLY it starts while parts are still computed. What it reads before it waits, the lengths, was there
     before `decode_kernel` began, which is launched behind all that came before. Programs that have nothing to merge end
     while parts are computed, and leave their place to others. The first waits even so: this kernel must not end before
     `decode_kernel`, as the next one in the stream waits for this one alone.
+    Before it waits it goes round once, for no parts: where they lie is known then, and the instructions are at hand.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel, if it waits for this one by itself
@@ -425,24 +426,22 @@ def merge_kernel(
     acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
     row_at = row.to(tl.int64) * (2 * n_shares * width) + first_slot
     out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
-    part = tl.arange(0, PARTS)
     acc = tl.zeros([DIMS], tl.float32)
     m = tl.full([], float("-inf"), tl.float32)
     l = tl.full([], 0.0, tl.float32)
-    if EARLY:
-        await_kernel_before(n_parts)
-    for first in range(0, PARTS if ONCE else n_parts, PARTS):
-        here = first + part < n_parts
-        slot = 2 * part + ((part == 0) & (first == 0))
-        # .cg, lest the compiler puts what waits for m before it loads acc
-        accs = tl.load(
-            acc_ptr + (slot[:, None] * (TILE_M * DV) + dim[None, :]), here[:, None] & (dim < DV)[None, :], 0.0,
-            cache_modifier=".cg",
-        )  # (PARTS, DIMS)  # fmt: skip
-        ms = tl.load(m_parts_ptr + row_at + slot, here, float("-inf"), cache_modifier=".cg")
-        ls = tl.load(l_parts_ptr + row_at + slot, here, 0.0, cache_modifier=".cg")
-        acc_ptr += 2 * PARTS * TILE_M * DV
-        row_at += 2 * PARTS
+    # Lest the compiler puts what waits for m before it loads acc. From the L2 cache is faster, where that keeps it so.
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    for first in range(-PARTS if EARLY else 0, n_parts, PARTS):
+        if EARLY and first == 0:
+            tl.extra.cuda.gdc_wait()
+        part = first + tl.arange(0, PARTS)
+        here = (part >= 0) & (part < n_parts)
+        slot = 2 * part + (part == 0)
+        at = slot[:, None].to(tl.int64) * (TILE_M * DV) + dim[None, :]
+        inside = here[:, None] & (dim < DV)[None, :]
+        accs = tl.load(acc_ptr + at, inside, 0.0, cache_modifier=CACHE, volatile=not EARLY)  # (PARTS, DIMS)
+        ms = tl.load(m_parts_ptr + row_at + slot, here, float("-inf"), cache_modifier=CACHE, volatile=not EARLY)
+        ls = tl.load(l_parts_ptr + row_at + slot, here, 0.0, cache_modifier=CACHE, volatile=not EARLY)
         m_new = tl.maximum(m, tl.max(ms, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         weights = tl.exp(ms - shift)

@@ -113,27 +113,19 @@ def shares_for(tasks: int, most: int) -> int:
     return even if enough(even, most) else most
 
 
-class MergeTile(NamedTuple):
-    """Of a program that merges, one warp, as it is all latency and warps that met would wait: how many parts of a row
-    at a time, how many dims, and whether no row has more parts."""
+def merge_tile(spec: DecodeSpec) -> tuple[int, int]:
+    """(parts, dims) of a program that merges. It is one warp, as it is all latency, and warps that met would wait.
 
-    parts: int
-    dims: int
-    once: bool
-
-
-def merge_tile(spec: DecodeSpec, alike: bool) -> MergeTile:
-    """All parts of a row at a time, up to MOST_MERGED, if sequences are `alike`; if not, as many as if they were."""
+    The parts are all that a row has where lengths are alike, up to MOST_MERGED.
+    """
     of = spec.attention
-    n_shares, blocks = spec.programs // spec.width, -(-of.seqlen_k // spec.tiles.tile_n)
-    share, longer = shares_of_line.fn(spec.tasks // spec.width * blocks, n_shares, spec.least)
+    blocks = -(-of.seqlen_k // spec.tiles.tile_n)
+    share, longer = shares_of_line.fn(spec.tasks // spec.width * blocks, spec.programs // spec.width, spec.least)
     most = blocks // share if blocks % share == 0 and longer == 0 else min((blocks - 2) // share + 2, blocks)
     parts = min(max(triton.next_power_of_2(most), FEWEST_MERGED), MOST_MERGED)
     dims = min(triton.next_power_of_2(of.head_dim_v), MERGED // parts)
-    narrow = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // NARROW) <= FEW_PROGRAMS
-    if narrow and parts > FEWEST_MERGED:
-        dims = min(dims, NARROW)
-    return MergeTile(parts, dims, once=(most if alike and of.window_left < 0 else n_shares) <= parts)
+    few = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // NARROW) <= FEW_PROGRAMS
+    return parts, min(dims, NARROW) if few and parts > FEWEST_MERGED else dims
 
 
 def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
@@ -174,14 +166,14 @@ class MergeKernel(Launcher):
 
     def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
         of = spec.attention
-        tile = merge_tile(spec, alike=tensors[3] is None and tensors[4] is None)
+        parts, dims = merge_tile(spec)
         arguments = (
             *tensors, spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new,
-            of.seqlen_k, spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, *tile,
+            of.seqlen_k, spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims,
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
             of.window_right >= 0, spec.early,
         )  # fmt: skip
-        grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // tile.dims)
+        grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
         options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
         return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), options)
 
