@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -287,6 +288,22 @@ def test_a_graph_serves_lengths_that_change():
         graph.replay()
         assert torch.equal(out, step(alone))
         assert all(torch.equal(x, y) for x, y in zip(caches, alone, strict=True))
+
+
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("n_shares", [1, 5, 33, 132])
+def test_shares_of_a_line_are_even_and_have_each_block_once(n_shares, least):
+    shares = importlib.import_module("flashtile.backends.triton.decode_shares")
+    for n_blocks in (1, 4, 16, 100, 272, 1000, 4097):
+        share, longer = shares.shares_of_line.fn(n_blocks, n_shares, least)
+        begins = [min(shares.begin_of_share.fn(rank, share, longer), n_blocks) for rank in range(n_shares + 1)]
+        sizes = [end - begin for begin, end in itertools.pairwise(begins)]
+        blocks_of = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+        assert [shares.share_of_block.fn(block, share, longer) for block in range(n_blocks)] == blocks_of
+        assert share >= least
+        assert max(sizes) <= share + 1
+        if n_blocks >= least * n_shares:  # a sixteenth of the shares at most has none, where the last may be less
+            assert 16 * (sizes.count(0) - 1) <= n_shares
 
 
 @pytest.mark.gpu

@@ -20,7 +20,14 @@ Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_
 import triton
 import triton.language as tl
 
-from .decode_shares import blocks_of_sequences, key_blocks, share_of_block, shares_of_line, span_of
+from .decode_shares import (
+    begin_of_share,
+    blocks_of_sequences,
+    key_blocks,
+    share_of_block,
+    shares_of_line,
+    span_of,
+)
 from .tile import LN2, LOG2E, softmax_step, tanh
 
 EXPONENT = tl.constexpr(0x7F800000)  # the bits of a float32's
@@ -223,8 +230,8 @@ def decode_kernel(
             )  # fmt: skip
             n_blocks = tl.sum(of_sequences, 0)
         share, longer = shares_of_line(n_blocks, n_shares, least)
-        position = rank * share + tl.minimum(rank, longer)
-        stop = tl.minimum(position + share + (rank < longer), n_blocks)
+        position = begin_of_share(rank, share, longer)
+        stop = tl.minimum(begin_of_share(rank + 1, share, longer), n_blocks)
         place = tl.minimum(position, n_blocks - 1)  # an empty share has q and a page too, and must find them
         if alike:
             sequence = place // of_sequence

@@ -66,6 +66,12 @@ def shares_of_line(n_blocks, n_shares, least):
 
 
 @triton.jit
+def begin_of_share(rank, share, longer):
+    """The first block of a share of a line."""
+    return rank * share + min(rank, longer)
+
+
+@triton.jit
 def share_of_block(block, share, longer):
     """Which share of a line has a block."""
     of_longer = longer * (share + 1)
