@@ -398,10 +398,10 @@ def merge_kernel(
         tl.extra.cuda.gdc_launch_dependents()  # the next kernel, if it waits for this one by itself
     dim_blocks = tl.cdiv(DV, DIMS)
     dim = tl.program_id(0) % dim_blocks * DIMS + tl.arange(0, DIMS)
-    place = (tl.program_id(0) // dim_blocks).to(tl.int64)  # in lse
-    query = (place % seqlen_q).to(tl.int32)
-    head = (place // seqlen_q % (heads_k * group)).to(tl.int32)
-    batch = (place // seqlen_q // (heads_k * group)).to(tl.int32)
+    place = tl.program_id(0) // dim_blocks  # in lse
+    query = place % seqlen_q
+    head = place // seqlen_q % (heads_k * group)
+    batch = place // seqlen_q // (heads_k * group)
     row = query * group + head % group
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks // width  # in a line
@@ -423,11 +423,11 @@ def merge_kernel(
     begin += task // width * blocks
     share, longer = shares_of_line(n_blocks, n_shares, least)
     first_share = share_of_block(begin, share, longer)  # that has a part
-    n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
-    if n_parts == 1:
+    if begin + blocks <= begin_of_share(first_share + 1, share, longer):
         if EARLY and tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()
         return
+    n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
     row %= TILE_M
     first_slot = 2 * (task % width * n_shares + first_share)
     acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
