@@ -423,11 +423,11 @@ def merge_kernel(
     begin += task // width * blocks
     share, longer = shares_of_line(n_blocks, n_shares, least)
     first_share = share_of_block(begin, share, longer)  # that has a part
-    if begin + blocks <= begin_of_share(first_share + 1, share, longer):
+    n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
+    if n_parts == 1:
         if EARLY and tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()
         return
-    n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
     row %= TILE_M
     first_slot = 2 * (task % width * n_shares + first_share)
     acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
