@@ -30,7 +30,7 @@ from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
 FEWEST_MERGED, MOST_MERGED = 8, 128  # parts of a row at a time: fewer leave threads idle, more go round again
 MERGED = 2048  # numbers of a program that merges, one warp: 64 in each of its threads are 16 loads under way
 # Where programs are few, and a row's parts more than FEWEST_MERGED, they have NARROW dims each, so that fewer
-# instructions come one after the other: 1,32,8,1024 takes 5.4 us for 5.7. Of many programs those of all count:
+# instructions come one after the other: 1,32,8,1024 takes 5.5 us for 5.8. Of many programs those of all count:
 # 16,32,1,16384 takes 40.6 us for 39.3 then.
 NARROW, FEW_PROGRAMS = 32, 128
 
