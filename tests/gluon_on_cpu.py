@@ -242,6 +242,9 @@ def inline_asm(text: str, constraints: str, arguments: list[Any], **_: Any) -> A
     elif "fma.rn.f32 x, $1, $2, $3; ex2" in text:
         x, factor, summand = (torch.as_tensor(argument, dtype=torch.float64) for argument in arguments)
         return registers(torch.exp2((x * factor + summand).float()))
+    elif "rcp.approx" in text:
+        x, factor = arguments
+        return registers(1 - 2 / (1 + torch.exp2(x * factor)))
     elif text.startswith("lg2.approx"):
         return torch.log2(arguments[0])
     elif text.startswith("cvt.rn."):

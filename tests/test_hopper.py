@@ -14,6 +14,7 @@ from cases import BF16, HALF, spec
 
 import flashtile
 from flashtile import dispatch, flash_attn_func
+from flashtile.backends import hopper
 from flashtile.backends.hopper import config, leaves_backward, passes_on, refusal
 from flashtile.backends.hopper.schedule import begins_with_zeros
 from flashtile.testing import Result, Sample, make_inputs
@@ -127,6 +128,13 @@ def test_small_problems_are_left_to_the_next_backend():
     assert passes_on(spec((2048, 2048), (16, 16), (128, 128), BF16, right=0)) is None
 
 
+def test_soft_caps_past_the_precision_of_its_tanh_go_elsewhere(monkeypatch):
+    monkeypatch.setattr(hopper, "arch_of", lambda _: "sm_90")
+    gpu = torch.device("cuda")
+    assert hopper.supports(spec(softcap=1024.0, dtype=BF16), gpu) is None
+    assert "softcap above 1024, 1025" in hopper.supports(spec(softcap=1025.0, dtype=BF16), gpu)
+
+
 @pytest.mark.parametrize(
     ("seqlen_q", "heads", "packed"), [(1, (16, 1), 16), (1, (12, 3), 4), (100, (8, 2), 1), (4097, (8, 2), 1)]
 )
@@ -218,6 +226,21 @@ def test_rows_that_outgrow_the_maximum_of_their_last_keys(dim, seqlen_k, right, 
     inputs = inputs._replace(k=k, v=inputs.v * value)
     out, lse = flash_attn_func(*inputs[:3], window_size=(-1, right), return_lse=True, backend="hopper")
     assert [e for e in Sample.of(case, inputs, gradients=False).errors(Result(out, lse)) if not e.ok] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 50.0, 1024.0])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0], ids=["scores near zero", "scores", "scores past the cap"])
+@pytest.mark.parametrize(("dtype", "right"), [(BF16, -1), (HALF, 0)], ids=["full", "float16, causal"])
+def test_soft_caps(dims, softcap, scale, dtype, right):
+    case = spec((1100, 1300), (4, 2), dims, dtype, scale=scale * dims[0] ** -0.5, right=right, softcap=softcap)
+    inputs = make_inputs(case, "cuda")
+    choice = dispatch.choose(case, inputs.q.device, "hopper")
+    out, lse = choice.forward(case, *inputs[:3])
+    gradients = choice.backward(case, inputs.dout, inputs.dlse, *inputs[:3], out, lse)
+    assert [e for e in Sample.of(case, inputs).errors(Result(out, lse, *gradients)) if not e.ok] == []
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from .backward_launch import (
 )
 from .backward_queries import queries_kernel
 from .compat import SINCE_3_9
-from .launch import LOG2E, OPTIONS, Box, Shares, describe, entries, programs_on, shared_tiles
+from .launch import OPTIONS, Box, Shares, describe, entries, programs_on, score_scalars, shared_tiles
 from .order import Order
 from .schedule import schedule, with_pieces
 
@@ -59,13 +59,12 @@ def query_scalars(
     spec: AttentionSpec, tiles: config.QueryTiles, rounds: int, dout: Tensor, dlse: Tensor | None
 ) -> tuple:  # fmt: skip
     """The arguments of `queries_kernel` after the tensors."""
-    factor, cap_in = spec.score_factors
     keys = config.choose_backward(spec)
     padded = row_blocks(spec, keys) * keys.tile_m
     return (
         *dout.stride()[:3], *((0, 0, 0) if dlse is None else dlse.stride()),
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right, rounds,
-        padded, spec.batch * spec.heads_q * padded, factor * LOG2E, factor, cap_in, spec.softmax_scale,
+        padded, spec.batch * spec.heads_q * padded, *score_scalars(spec), spec.softmax_scale,
         spec.head_dim_v, tiles.tile_m, tiles.tile_n, tiles.key_stages, tiles.value_stages, tiles.parts, tiles.parts_v,
         in_turns(spec, tiles), spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0,
         tiles.compute_registers, tiles.load_registers,

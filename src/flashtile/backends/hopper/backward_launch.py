@@ -20,7 +20,7 @@ from .backward_pieces import add_kernel
 from .backward_problem import END, FIELDS, FIRST, PIECE, ROUND, TURN, WRITTEN
 from .backward_rows import begin_kernel, finish_kernel
 from .backward_sums import SUMS_WIDTH
-from .launch import LOG2E, OPTIONS, Box, describe, programs_on, shared_tiles
+from .launch import OPTIONS, Box, describe, programs_on, score_scalars, shared_tiles
 from .order import Order, order
 from .schedule import backward_schedule, begins_with_zeros, scattered, tile_fields, turn_of, with_pieces
 
@@ -124,10 +124,10 @@ def prepare_sums(
 
 def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tuple:
     """The arguments of `backward_kernel` after the tensors."""
-    factor, cap_in = spec.score_factors
+    unit, _, cap_in = score_scalars(spec)
     return (
         spec.heads_q, spec.group, row_blocks(spec, tiles), spec.batch * spec.heads_q, rounds,
-        factor * LOG2E, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
+        unit, cap_in, spec.softmax_scale, tiles.tile_m, tiles.stages, tiles.key_stages,
         tiles.value_stages,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, tiles.masked,
         tiles.compute_registers, tiles.load_registers,

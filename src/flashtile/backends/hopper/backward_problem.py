@@ -52,7 +52,7 @@ class Problem:
     row_blocks: gl.tensor  # blocks of TILE_M queries of one head
     heads: gl.tensor  # B * Hq
     unit: gl.tensor  # scores in base 2 are s * unit
-    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
+    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k, cap_in)
     softmax_scale: gl.tensor
     schedule: gl.tensor  # (programs, rounds, FIELDS) int32: how many tiles, the tiles, and one that is only begun
     rounds: gl.tensor
@@ -280,7 +280,7 @@ def probabilities(
     """
     capped = s
     if p.SOFTCAP:
-        capped = tanh(s * p.cap_in)
+        capped = tanh(s, p.cap_in)
     s = capped
     if part == 1 or p.SOFTCAP:
         s = capped + row_numbers(shifts, q_ring, position, part, layout)

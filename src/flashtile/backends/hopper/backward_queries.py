@@ -152,7 +152,7 @@ def end_block(
         s = warpgroup_mma_wait(0, deps=(s,))
     capped = s
     if p.SOFTCAP:
-        capped = tanh(s * p.cap_in)
+        capped = tanh(s, p.cap_in)
     s = capped
     if MASKED:
         if to_mask:

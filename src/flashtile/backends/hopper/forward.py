@@ -117,7 +117,7 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
 @gluon.jit
 def scores(p, s):
     """S, in units that p.unit takes to base 2."""
-    return tanh(s * p.cap_in) if p.SOFTCAP else s
+    return tanh(s, p.cap_in) if p.SOFTCAP else s
 
 
 @gluon.jit

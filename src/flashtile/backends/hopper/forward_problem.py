@@ -28,7 +28,7 @@ class Problem:
     window_right: gl.tensor
     unit: gl.tensor  # scores in base 2 are s * unit
     natural: gl.tensor  # in base e, s * natural
-    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k * cap_in)
+    cap_in: gl.tensor  # with a soft cap, s = tanh(q.k, cap_in)
     schedule: gl.tensor  # (programs, rounds): see `entries` in launch.py
     rounds: gl.tensor
     WARPGROUPS: gl.constexpr

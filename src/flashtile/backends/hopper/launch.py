@@ -142,12 +142,18 @@ def steady(spec: AttentionSpec) -> bool:
     return spec.dtype == torch.bfloat16
 
 
+def score_scalars(spec: AttentionSpec) -> tuple[float, float, float]:
+    """(unit, natural, cap_in): scores in base 2 are s * unit, in base e s * natural, where s is q.k, with a soft cap
+    tanh(q.k, cap_in), the kernels' tanh."""
+    natural, cap_in = spec.score_factors
+    return natural * LOG2E, natural, cap_in * 2 * LOG2E
+
+
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
     """The arguments of `forward_kernel` after the tensors."""
-    natural, cap_in = spec.score_factors
     return (
         spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, natural * LOG2E, natural, cap_in,
+        rounds, *score_scalars(spec),
         tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts, tiles.parts_v,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec),
         tiles.tails and spec.window_left < 0 and spec.window_right < 0, tiles.flat, tiles.o_awaited, tiles.q_kept,
