@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .compat import aggregate, load_async, seen_as
+from .compat import aggregate, arrive, load_async, seen_as
 
 
 @gluon.jit
@@ -90,7 +90,7 @@ class Ring:
     @gluon.jit
     def fill(self, position):
         """Producer: what this warpgroup writes to the slot is there."""
-        mbarrier.arrive(self.full.index(self.slot(position)))
+        arrive(self.full.index(self.slot(position)))
 
     @gluon.jit
     def await_full(self, position, pred=True):
@@ -101,7 +101,7 @@ class Ring:
     def release(self, position, pred=True):
         """Consumer: this warpgroup has read the slot."""
         if self.readers > 0:
-            mbarrier.arrive(self.empty.index(self.slot(position)), pred=pred)
+            arrive(self.empty.index(self.slot(position)), pred=pred)
 
     @gluon.jit
     def three(self, position, part: gl.constexpr):

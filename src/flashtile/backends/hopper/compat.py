@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language._semantic import GluonCallerContext
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language import core
 
 SINCE_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
@@ -16,6 +16,18 @@ load_async = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _Shared = gl.shared_memory_descriptor
 seen_as = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
+
+if SINCE_3_9:
+    arrive = mbarrier.arrive
+else:
+
+    @gluon.jit
+    def arrive(at, pred=True):
+        """One thread arrives when all of its warpgroup have come. Triton would see to the latter, but only where it
+        knows of shared memory that they have read: not in a function."""
+        barrier()
+        mbarrier.arrive(at, pred=pred)
+
 
 if hasattr(tma, "async_atomic_add"):
     add_async = tma.async_atomic_add

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .channel import add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
-from .compat import SINCE_3_9, call_as_worker
+from .compat import call_as_worker
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
 from .tile import (
@@ -330,7 +330,7 @@ def compute_role(
                                   out_buffers.index(warpgroup), failures, mine))  # fmt: skip
 
 
-@gluon.jit(noinline=SINCE_3_9)  # see compiling.py; by 3.6 barriers in a function would be of all threads of the program
+@gluon.jit(noinline=True)  # until PTX is written: see compiling.py
 def compute_loop(warpgroup, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffer, failures, mine):
     """One warpgroup: TILE_M rows of every tile; twice, where it takes a running maximum."""
     q_position = q_ring.first()
