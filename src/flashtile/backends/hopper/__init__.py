@@ -43,8 +43,8 @@ __all__ = [
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
-# Its tanh is within 2e-7, near zero too, and a score so within 2e-4: less than a rounding of P.
-LARGEST_SOFTCAP = 1024.0
+# Its tanh is within 2.5e-7, near zero too, and a score of a larger cap not within what float32 leaves of it.
+LARGEST_SOFTCAP = 128.0
 # The backward pass divides lse, which may be in the thousands, by the factor of the scores.
 LEAST_FACTOR = 1e-30
 
@@ -65,7 +65,7 @@ def supports(spec: AttentionSpec, device: torch.device) -> str | None:
     if spec.softmax_scale <= 0:
         return f"its running maximum wants a positive softmax_scale, not {spec.softmax_scale}"
     if spec.softcap > LARGEST_SOFTCAP:
-        return f"its tanh is within 2e-7, too little for a softcap above {LARGEST_SOFTCAP:g}, {spec.softcap:g}"
+        return f"its tanh is within 2.5e-7, too little for a softcap above {LARGEST_SOFTCAP:g}, {spec.softcap:g}"
     if 0 in (spec.batch, spec.seqlen_q, spec.seqlen_k):
         return "TMA cannot describe an empty tensor"
     return None

@@ -324,9 +324,11 @@ def end_tile(
 def compute_role(
     warpgroup: gl.constexpr, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring, out_buffers, failures
 ):  # fmt: skip
-    """A warpgroup's `compute_loop`, which is one function for all, made once: its number is an argument."""
+    """A warpgroup's `compute_loop`, which is one function for all, made once: its number is an argument, and `anew`, as
+    triton 3.6 takes that of the first call for a constant."""
+    number = anew(gl.to_tensor(warpgroup)).to(gl.int32)
     mine = failures.slice(warpgroup * p.TILE_M, p.TILE_M)
-    call_as_worker(compute_loop, (gl.to_tensor(warpgroup), p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring,
+    call_as_worker(compute_loop, (number, p, out_desc, lse_ptr, pieces_ptr, q_ring, k_ring, v_ring,
                                   out_buffers.index(warpgroup), failures, mine))  # fmt: skip
 
 

@@ -161,8 +161,8 @@ def exp2_of_fma(x, factor, summand):
 
 @gluon.jit
 def tanh(x, factor):
-    """tanh(y) where 2 y is x * factor in base 2: 1 - 2 / (1 + 2^(x * factor)) in float32. Within 2e-7, near zero too,
-    where a formula of its own would be half of a step of the forward pass; see LARGEST_SOFTCAP."""
+    """tanh(y) where 2 y is x * factor in base 2: 1 - 2 / (1 + 2^(x * factor)) in float32. Within 2.5e-7, near zero too,
+    where a formula of its own would be half of a step of the forward pass: see LARGEST_SOFTCAP."""
     return gl.inline_asm_elementwise(
         """{ .reg .f32 e;
         mul.rn.f32 e, $1, $2;
