@@ -198,6 +198,16 @@ def machine_code(compiled: object) -> list[tuple[int, str]]:
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
 
 
+def barriers_by_threads(compiled: object) -> dict[int, set[int]]:
+    """The named barriers at which so many threads meet; under 0 those of all threads of a program."""
+    found: dict[int, set[int]] = {}
+    for _, text in machine_code(compiled):
+        if barrier := re.search(r"\bBAR\.\S+ (0x\w+)(?:, (0x\w+))?", text):
+            name, threads = (int(x or "0", 16) for x in barrier.groups())
+            found.setdefault(threads, set()).add(name)
+    return found
+
+
 def barriers_of_roles(compiled: object) -> list[tuple[int, int, bool]]:
     """Of what a program does before its roles, and of each role: the kernel's own barriers between its warps, those
     there are when Triton has added its own, and whether shared memory is allocated. Functions are inlined first."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 from aot import (
+    barriers_by_threads,
     barriers_left_alone,
     barriers_of_roles,
     cached_call,
@@ -264,6 +265,11 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert not any(spills), message
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
     assert not barriers_left_alone(compiled)
+    warpgroups = range(hopper_config.choose(case).warpgroups)
+    barriers = barriers_by_threads(compiled)
+    assert barriers[0] == {1}  # with which roles begin and end
+    assert barriers[128] == {0, *(1 + warpgroup for warpgroup in warpgroups[1:])}
+    assert barriers[256] == {8 + warpgroup for warpgroup in warpgroups}  # their turns
 
 
 @pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")
