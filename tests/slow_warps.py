@@ -44,15 +44,20 @@ def dawdle():
 PROCESSES = 3  # whose kernels the GPU interrupts for one another
 LONGEST = 600  # seconds, after which a process waits for what does not come
 CHECKED = "checked\n"
-BEFORE = r"mbarrier\.arrive\(|meet\(|fence_async_shared\(\)|tma\.store_wait\(|arrived\(\)|say_written\(|count_added\("
+BEFORE = r"arrive\(|meet\(|fence_async_shared\(\)|tma\.store_wait\(|arrived\(\)|say_written\(|count_added\("
 BEHIND = r"mbarrier\.wait\(|meet\(|fence_async_shared\(\)|writes = is_first\("
+
+
+def meeting(package: Path) -> list[Path]:
+    """The files of kernels, in which warps meet; in compat.py are but other names for how they do."""
+    return [path for path in (package / "backends/hopper").glob("*.py") if path.name != "compat.py"]
 
 
 def make_slow(package: Path) -> int:
     """Patches a copy of flashtile; returns in how many places."""
     places = 0
     (package / "backends/hopper/dawdle.py").write_text(DAWDLE)
-    for path in (package / "backends/hopper").glob("*.py"):
+    for path in meeting(package):
         text = path.read_text()
         text, before = re.subn(rf"(?m)^( +)(?=(?:{BEFORE}))", r"\1dawdle()\n\1", text)
         text, behind = re.subn(rf"(?m)^( +)((?:{BEHIND}).*)$", r"\1\2\n\1dawdle()", text)
