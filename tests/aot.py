@@ -145,7 +145,7 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     q, k, v, out, lse = of_a_call(spec)
     described = map(launch.describe, (q, k, v, out), launch.boxes(spec, tiles))
     arguments = (*described, lse, lse, empty(1, dtype=torch.int64), *launch.scalars(spec, tiles, rounds=100))
-    return _compile_gluon(kernel or forward_kernel, arguments, own_barriers=True)
+    return _compile_gluon(kernel or forward_kernel, arguments, forward=True)
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
@@ -179,11 +179,11 @@ def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:
     return [_compile_gluon(backward_kernel, arguments)]
 
 
-def _compile_gluon(kernel: Any, arguments: tuple, own_barriers: bool = False) -> tuple[Usage, object]:
+def _compile_gluon(kernel: Any, arguments: tuple, forward: bool = False) -> tuple[Usage, object]:
     """A kernel of the Hopper backend."""
     from flashtile.backends.hopper import compiling, launch
 
-    with compiling.for_hopper(launch.OPTIONS, own_barriers) as options:
+    with compiling.for_hopper(launch.OPTIONS, forward) as options:
         compiled = compiled_for(kernel, arguments, options, "sm_90")
     return _usage(compiled, "sm_90"), compiled
 

@@ -110,7 +110,7 @@ class ForwardKernel(Launcher):
 
         pieces = scratch()
         arguments = (*descriptors, lse, pieces, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
-        with compiling.for_hopper(OPTIONS, own_barriers=True) as options:
+        with compiling.for_hopper(OPTIONS, forward=True) as options:
             main = prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors) + 1, options)
         if not n_numbers:
             return lambda *tensors: main(*tensors, pieces)
