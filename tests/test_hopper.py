@@ -132,7 +132,7 @@ def test_soft_caps_past_the_precision_of_its_tanh_go_elsewhere(monkeypatch):
     monkeypatch.setattr(hopper, "arch_of", lambda _: "sm_90")
     gpu = torch.device("cuda")
     assert hopper.supports(spec(softcap=64.0, dtype=BF16), gpu) is None
-    assert "softcap above 64, 65" in hopper.supports(spec(softcap=65.0, dtype=BF16), gpu)
+    assert "softcap of up to 64, not 65" in hopper.supports(spec(softcap=65.0, dtype=BF16), gpu)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def supports(spec: AttentionSpec, device: torch.device) -> str | None:
     if spec.softmax_scale <= 0:
         return f"its running maximum wants a positive softmax_scale, not {spec.softmax_scale}"
     if spec.softcap > LARGEST_SOFTCAP:
-        return f"its tanh is within 2.5e-7, too little for a softcap above {LARGEST_SOFTCAP:g}, {spec.softcap:g}"
+        return f"its tanh, within 2.5e-7, serves a softcap of up to {LARGEST_SOFTCAP:g}, not {spec.softcap:g}"
     if 0 in (spec.batch, spec.seqlen_q, spec.seqlen_k):
         return "TMA cannot describe an empty tensor"
     return None

@@ -1,5 +1,6 @@
 """How Triton compiles the Hopper kernels: by which ptxas, as 3.9 is the first to use that of CUDA 13 and has that of
-CUDA 12, a function once for all warpgroups, without line numbers, and without fences and barriers but their own."""
+CUDA 12, a function once for all warpgroups, without line numbers and vectors, and without fences and barriers but their
+own."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def _without_vectors() -> Iterator[None]:
     llvm = compiler().llvm
     optimize, to_module = llvm.optimize_module, llvm.to_module
     says_so = "disable_slp_vectorizer" in (optimize.__doc__ or "")
-    told = {"disable_slp_vectorizer": True} if says_so else {"arch": "sm_90"}  # which has none of float32
+    told = {"disable_slp_vectorizer": True} if says_so else {"arch": "sm_90"}  # which it knows to have none
 
     def without(module: Any, *level: Any, **more: Any) -> None:
         optimize(module, *level, **more | told)
