@@ -19,16 +19,17 @@ from . import order
 from .config import choose, choose_backward
 
 
-def _triton_is_new_enough() -> bool:
-    """Gluon has what the kernel uses from Triton 3.6 on."""
+def _triton_version() -> tuple[int, ...]:
+    """(3, 6), or () where there is none."""
     if importlib.util.find_spec("triton") is None:
-        return False
+        return ()
     import triton
 
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
-_INSTALLED = _triton_is_new_enough()
+_TRITON = _triton_version()
+_INSTALLED = _TRITON >= (3, 6)  # from where on Gluon has what the kernels use
 
 if _INSTALLED:
     from ..launcher import Launcher, backward_pass, backward_pass_like
@@ -62,6 +63,8 @@ def supports(spec: AttentionSpec, device: torch.device) -> str | None:
         return f"it computes in float16 and bfloat16, not {spec.dtype}"
     if spec.head_dim % 8 or spec.head_dim_v % 8:
         return f"TMA wants rows of a multiple of 16 bytes, not {spec.head_dim} and {spec.head_dim_v} numbers"
+    if _TRITON == (3, 8) and choose(spec).parts == 3:
+        return f"triton 3.8 does not see pairs of its buffers of {spec.head_dim} dims; 3.7 and 3.9 do"
     if spec.softmax_scale <= 0:
         return f"its running maximum wants a positive softmax_scale, not {spec.softmax_scale}"
     if spec.softcap > LARGEST_SOFTCAP:
