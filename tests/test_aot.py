@@ -33,6 +33,7 @@ from cases import BF16, FLOAT, spec
 from flashtile.backends.hopper import compiling
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.hopper.compat import SINCE_3_9
+from flashtile.backends.hopper.llvm_ir import for_roles
 from flashtile.backends.triton import config, decode_config, decode_launch
 from flashtile.cache import FP8
 
@@ -259,17 +260,14 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
     spills = spills_in_loops(compiled)
-    loops = 2 * hopper_config.choose(case).warpgroups  # steady, and with a mask or a running maximum
     message = f"triton {triton.__version__}, {usage}: spills by loop, the shortest first: {spills}"
-    assert len(spills) == loops, message
+    assert len(spills) == 2, message  # of all warpgroups: steady, and with a mask or a running maximum
     assert not any(spills), message
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
     assert not barriers_left_alone(compiled)
-    warpgroups = range(hopper_config.choose(case).warpgroups)
-    barriers = barriers_by_threads(compiled)
-    assert barriers[0] == {1}  # with which roles begin and end
-    assert barriers[128] == {0, *(1 + warpgroup for warpgroup in warpgroups[1:])}
-    assert barriers[256] == {8 + warpgroup for warpgroup in warpgroups}  # their turns
+    assert barriers_by_threads(compiled)[0] == {1}  # with which roles begin and end
+    (numbers,) = re.findall(r"%argument0 = phi i32 (.*)", for_roles(compiled.asm["llir"]))
+    assert numbers.count("[") == hopper_config.choose(case).warpgroups
 
 
 @pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")
@@ -314,7 +312,7 @@ def test_hopper_kernels_have_line_numbers_if_the_environment_asks_for_them(said,
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_steady_step_waits_for_its_last_product_half_way_through_the_softmax(mask):
     _, compiled = compile_hopper(spec((4096, 4096), (16, 16), (128, 128), BF16, **MASKS[mask]))
-    for body in loops_with_products(compiled)[: hopper_config.D128.warpgroups]:
+    for body in loops_with_products(compiled)[:1]:
         *_, last_wait = (i for i, text in enumerate(body) if "DEPBAR.LE gsb0" in text)
         exponentials = ["MUFU.EX2" in text for text in body]
         assert sum(exponentials) == 64  # of a thread: 64 x 128 scores, 128 threads

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import re
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -17,6 +16,7 @@ from triton._C.libtriton import ir
 
 from ... import env
 from ..compiler import instead
+from .llvm_ir import for_roles
 
 _COMPILING = threading.Lock()
 
@@ -109,36 +109,16 @@ def _without_vectors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inlined_late() -> Iterator[None]:
-    """Within, a function that Triton was told not to inline is inlined when PTX is written. Until then there is one for
-    all warpgroups that call it, and the machine code is as if it had been inlined at first. A forward kernel compiles
-    in 0.53 to 0.8 of the time, by 3.9 with no barriers to add."""
+    """Within, a function that Triton was told not to inline is inlined when PTX is written, in one place for all
+    warpgroups that call it: see llvm_ir.py."""
     llvm, name = compiler().llvm, "translate_to_asm"
     theirs: Any = getattr(llvm, name, None)
 
     def translate(source: str, *rest: Any, **more: Any) -> Any:
-        source = re.sub(r"(?ms)^define internal .*?^}$", lambda function: _of_a_warpgroup(function[0]), source)
-        return theirs(re.sub(r"(?m)^(attributes #\d+ = \{.*)\bnoinline\b", r"\1alwaysinline", source), *rest, **more)
+        return theirs(for_roles(source), *rest, **more)
 
     with _where_there(llvm, name, translate):
         yield
-
-
-def _of_a_warpgroup(function: str) -> str:
-    """A function in LLVM's language whose first argument is the number of a warpgroup: threads are that warpgroup's,
-    and so are those that meet at a barrier. By 3.6 and 3.7 they are the program's, where they ought to be a role's."""
-    everyone = "@llvm.nvvm.barrier.cta.sync.aligned.all(i32 0)"
-    if everyone not in function:
-        return function
-    head, body = function.split("{\n", 1)
-    body = body.replace(everyone, "@llvm.nvvm.barrier.cta.sync.aligned.count(i32 %barrier, i32 128)")
-    body = re.sub(
-        r"(?m)^  %(\d+) = (.*@llvm\.nvvm\.read\.ptx\.sreg\.tid\.x.*)$",
-        r"  %thread\1 = \2\n  %\1 = and i32 %thread\1, 127",
-        body,
-    )
-    # of the first role Triton's barrier is 0, of those after it 2 and so on: with 1 all roles begin and end
-    first = "  %later = icmp ne i32 %0, 0\n  %skipped = zext i1 %later to i32\n  %barrier = add i32 %0, %skipped\n"
-    return head + "{\n" + first + body
 
 
 def _where_there(module: Any, name: str, function: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,87 @@
+"""What is changed in the LLVM IR of a Hopper kernel, as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashtile.backends.hopper.llvm_ir import called_once, for_roles, items
+
+KERNEL = """define ptx_kernel void @kernel(ptr addrspace(1) %0, i32 %1) #0 {
+  br i1 undef, label %10, label %20
+
+10:                                               ; preds = %2
+  call fastcc void @"role<2>"(i32 0, ptr addrspace(1) %0, { ptr, i32 } { ptr null, i32 4 }, i32 %1) #3
+  %11 = add i32 %1, 1
+  br label %30
+
+20:                                               ; preds = %2
+  tail call fastcc void @"role<2>"(i32 1, ptr addrspace(1) nonnull %0, { ptr, i32 } { ptr null, i32 8 }, i32 noundef %1)
+  br label %30
+
+30:                                               ; preds = %20, %10
+  %31 = phi i32 [ %11, %10 ], [ 7, %20 ]
+  ret void
+}"""
+ONCE = """define ptx_kernel void @kernel(ptr addrspace(1) %0, i32 %1) #0 {
+  br i1 undef, label %10, label %20
+
+10:                                               ; preds = %2
+  br label %calling
+
+behind0:
+  %11 = add i32 %1, 1
+  br label %30
+
+20:                                               ; preds = %2
+  br label %calling
+
+behind1:
+  br label %30
+
+30:                                               ; preds = %20, %10
+  %31 = phi i32 [ %11, %behind0 ], [ 7, %behind1 ]
+  ret void
+
+calling:
+  %argument0 = phi i32 [ 0, %10 ], [ 1, %20 ]
+  %argument2 = phi { ptr, i32 } [ { ptr null, i32 4 }, %10 ], [ { ptr null, i32 8 }, %20 ]
+  %role = phi i32 [ 0, %10 ], [ 1, %20 ]
+  call fastcc void @"role<2>"(i32 %argument0, ptr addrspace(1) %0, { ptr, i32 } %argument2, i32 %1)
+  switch i32 %role, label %behind0 [
+    i32 1, label %behind1
+  ]
+}"""
+PARAMETERS = "i32 range(i32 0, 2) %0, ptr addrspace(1) readonly captures(none) %1, { ptr, i32 } %2, i32 %3"
+FUNCTION = """
+define internal fastcc void @"role<2>"(PARAMETERS) unnamed_addr #1 {
+  %5 = tail call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+  tail call void @llvm.nvvm.barrier.cta.sync.aligned.all(i32 0)
+  ret void
+}
+
+attributes #1 = { noinline nounwind }
+""".replace("PARAMETERS", PARAMETERS)
+
+
+def test_what_roles_call_is_called_in_one_place():
+    assert called_once(KERNEL, {'@"role<2>"': items(PARAMETERS)}) == ONCE
+
+
+def test_a_function_is_inlined_and_has_the_threads_and_barriers_of_a_warpgroup():
+    changed = for_roles(KERNEL + FUNCTION)
+    assert ONCE in changed
+    assert "  %thread5 = tail call i32 @llvm.nvvm.read.ptx.sreg.tid.x()\n  %5 = and i32 %thread5, 127\n" in changed
+    assert "barrier.cta.sync.aligned.count(i32 %barrier, i32 128)" in changed
+    assert "attributes #1 = { alwaysinline nounwind }" in changed
+
+
+@pytest.mark.parametrize("calls", ["", '  call fastcc void @"role<2>"(i32 0)\n'], ids=["none", "one"])
+def test_a_kernel_without_several_such_calls_stays_as_it_is(calls):
+    kernel = f"define ptx_kernel void @kernel() {{\n{calls}  ret void\n}}"
+    assert for_roles(kernel) == kernel
+
+
+def test_items_are_separated_by_commas_outside_brackets():
+    assert items("i32 0, { ptr, i32 } { ptr f(i8, i32 1), i32 2 }, <2 x i8> <i8 1, i8 2>") == [
+        "i32 0", "{ ptr, i32 } { ptr f(i8, i32 1), i32 2 }", "<2 x i8> <i8 1, i8 2>",
+    ]  # fmt: skip
