@@ -77,9 +77,9 @@ class MBarrier:
         barrier.arrive(1, nbytes)
 
     @staticmethod
-    def arrive(barrier: Barrier, pred: Any = True) -> None:
+    def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
         if pred:
-            barrier.arrive(1, 0)
+            barrier.arrive(count, 0)
 
     @staticmethod
     def wait(barrier: Barrier, phase: int, pred: Any = True) -> None:

@@ -17,16 +17,17 @@ store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 _Shared = gl.shared_memory_descriptor
 seen_as = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 
-if SINCE_3_9:
-    arrive = mbarrier.arrive
-else:
+_MEETS_BY_ITSELF = gl.constexpr(SINCE_3_9)
+WARPS = gl.constexpr(4)  # of a warpgroup, as each of which it arrives at an mbarrier
 
-    @gluon.jit
-    def arrive(at, pred=True):
-        """One thread arrives when all of its warpgroup have come. Triton would see to the latter, but only where it
-        knows of shared memory that they have read: not in a function."""
+
+@gluon.jit
+def arrive(at, pred=True):
+    """One thread arrives for all warps of its warpgroup when they have come: see llvm_ir.py for where they need not
+    meet. Before 3.9 Triton would see to that only where it knows of shared memory that they have read."""
+    if not _MEETS_BY_ITSELF:
         barrier()
-        mbarrier.arrive(at, pred=pred)
+    mbarrier.arrive(at, count=WARPS, pred=pred)
 
 
 if hasattr(tma, "async_atomic_add"):

@@ -12,6 +12,12 @@ import re
 _CALL = re.compile(r'(?m)^  (?:tail )?call fastcc void (@"[^"]*")\((.*)\)(?: #\d+)?$')
 _FUNCTION = re.compile(r'(?ms)^define internal fastcc void (@"[^"]*")\((.*?)\) [^\n()]*\{\n.*?^}$')
 _KERNEL = re.compile(r"(?ms)^define (?!internal)[^\n]*\{\n.*?^}$")
+_ARRIVAL = re.compile(
+    r"(?m)^  (?:tail )?call void @llvm\.nvvm\.barrier\..*\n"
+    r"(?P<and>  %\S+ = and i1 (?P<both>%\d+), .*\n)?"
+    r'(?P<call>  (?:tail )?call void asm sideeffect ")(?P<asm>@\$0 mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[\$1\]), 4;'
+    r'(?P<middle>", "b,r"\(i1 )(?P<first>%\d+)(?P<rest>, .*)$'
+)
 _PROMISE = r" (?:no\w+|readnone|readonly|writeonly|captures\(\w+\)|align \d+|range\(\w+ -?\d+, -?\d+\))"
 
 
@@ -19,8 +25,26 @@ def for_roles(source: str) -> str:
     """A module whose kernel's roles call functions that are not inlined yet, to be inlined now."""
     parameters = {name: items(text) for name, text in _FUNCTION.findall(source)}
     source = _KERNEL.sub(lambda kernel: called_once(kernel[0], parameters), source)
-    source = _FUNCTION.sub(lambda function: of_a_warpgroup(function[0]), source)
+    source = _FUNCTION.sub(lambda function: of_a_warpgroup(arriving_by_warp(function[0])), source)
     return re.sub(r"(?m)^(attributes #\d+ = \{.*)\bnoinline\b", r"\1alwaysinline", source)
+
+
+def arriving_by_warp(function: str) -> str:
+    """A function in which a warpgroup meets before one thread arrives at an mbarrier for its four warps: each arrives
+    for itself now, and meets nobody but its own threads."""
+    firsts = {arrival["both"] or arrival["first"] for arrival in _ARRIVAL.finditer(function)}
+    threads = [re.search(rf"(?m)^  {first} = icmp eq i32 (%\d+), 0$", function) for first in firsts]
+    if len(threads) != 1 or threads[0] is None:
+        return function
+    (first,), (thread,) = firsts, threads
+
+    def by_warp(arrival: re.Match[str]) -> str:
+        both, call, asm, middle, by, rest = arrival.group("and", "call", "asm", "middle", "first", "rest")
+        both, by = ((both or "").replace(f" {first},", " %first,"), "%first" if by == first else by)
+        return f"{both}{call}bar.warp.sync -1; {asm};{middle}{by}{rest}"
+
+    lane = f"{thread[0]}\n  %lane = and i32 {thread[1]}, 31\n  %first = icmp eq i32 %lane, 0"
+    return _ARRIVAL.sub(by_warp, function).replace(thread[0], lane)
 
 
 def of_a_warpgroup(function: str) -> str:
