@@ -263,6 +263,8 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     message = f"triton {triton.__version__}, {usage}: spills by loop, the shortest first: {spills}"
     assert len(spills) == 2, message  # of all warpgroups: steady, and with a mask or a running maximum
     assert not any(spills), message
+    for body in loops_with_products(compiled):
+        assert sum("BAR.SYNC" in text for text in body) == 1  # its turn: the warps of a warpgroup do not meet
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
     assert not barriers_left_alone(compiled)
     assert barriers_by_threads(compiled)[0] == {1}  # with which roles begin and end

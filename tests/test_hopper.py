@@ -25,7 +25,7 @@ from flashtile.testing import Result, Sample, make_inputs
     [
         ("stages", 4, "shared memory: got"),
         ("warpgroups", 4, "warpgroups: got 4; want 2 or 3"),
-        ("q_kept", 96, r"q_kept: got 96; want one of \(0, 64, 128\) at 128 dims"),
+        ("q_kept", 96, r"q_kept: got 96; want one of \(0, 64\) at 128 dims"),
         ("tile_n", 32, "tile_n: got 32; want at least 64"),
         ("o_awaited", "never", "o_awaited: got 'never'; want before, half way or behind"),
     ],

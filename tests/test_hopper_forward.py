@@ -124,14 +124,20 @@ def test_pieces_of_tiles_are_merged(name):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"q_stages": 1}, {"stages": 3}, {"q_kept": 64}, {"q_stages": 1, "q_kept": 64}, {"warpgroups": 2}],
+    ("dim", "change"),
+    [
+        (64, {"q_stages": 1}),
+        (64, {"stages": 3}),
+        (64, {"warpgroups": 2}),
+        (128, {"q_kept": 64}),
+        (128, {"q_stages": 1, "q_kept": 64}),
+    ],
     ids=str,
 )
-def test_other_tiles_are_right_too(change):
-    case = spec((500, 390), (2, 2), (64, 64), BF16, batch=1, right=0)
+def test_other_tiles_are_right_too(dim, change):
+    case = spec((500, 390), (2, 2), (dim, dim), BF16, batch=1, right=0)
     inputs = make_inputs(case)
-    result = forward_on_cpu(case, replace(config.D64, **change), inputs, 2)
+    result = forward_on_cpu(case, replace({64: config.D64, 128: config.D128}[dim], **change), inputs, 2)
     assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashtile.backends.hopper.llvm_ir import called_once, for_roles, items
+from flashtile.backends.hopper.llvm_ir import arriving_by_warp, called_once, for_roles, items
 
 KERNEL = """define ptx_kernel void @kernel(ptr addrspace(1) %0, i32 %1) #0 {
   br i1 undef, label %10, label %20
@@ -73,6 +73,37 @@ def test_a_function_is_inlined_and_has_the_threads_and_barriers_of_a_warpgroup()
     assert "  %thread5 = tail call i32 @llvm.nvvm.read.ptx.sreg.tid.x()\n  %5 = and i32 %thread5, 127\n" in changed
     assert "barrier.cta.sync.aligned.count(i32 %barrier, i32 128)" in changed
     assert "attributes #1 = { alwaysinline nounwind }" in changed
+
+
+ARRIVALS = """  %4 = tail call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+  %5 = and i32 %4, 127
+  %7 = icmp eq i32 %5, 0
+  WAIT
+  %8 = and i1 %7, %1
+  tail call void asm sideeffect "@$0 mbarrier.arrive.shared::cta.b64 _, [$1], 4;", "b,r"(i1 %8, ptr addrspace(3) %2) #9
+  WAIT
+  WAIT
+  call void asm sideeffect "@$0 mbarrier.arrive.shared.b64 _, [$1], 4;", "b,r"(i1 %7, ptr addrspace(3) %2)
+  WAIT
+  call void asm sideeffect "@$0 mbarrier.arrive.shared.b64 _, [$1];", "b,r"(i1 %7, ptr addrspace(3) %2)
+""".replace("WAIT", "tail call void @llvm.nvvm.barrier.cta.sync.aligned.all(i32 0)")
+
+
+def test_each_warp_arrives_where_a_thread_arrived_for_four():
+    lines, changed = ARRIVALS.splitlines(), arriving_by_warp(ARRIVALS).splitlines()
+    assert changed[:3] == lines[:3]
+    assert changed[3:5] == ["  %lane = and i32 %5, 31", "  %first = icmp eq i32 %lane, 0"]
+    assert changed[5] == "  %8 = and i1 %first, %1"
+    assert '"bar.warp.sync -1; @$0 mbarrier.arrive.shared::cta.b64 _, [$1];", "b,r"(i1 %8, ' in changed[6]
+    assert changed[7] == lines[6]  # a barrier of the kernel's own
+    assert '"bar.warp.sync -1; @$0 mbarrier.arrive.shared.b64 _, [$1];", "b,r"(i1 %first, ' in changed[8]
+    assert changed[9:] == lines[-2:]  # a thread that arrives once
+
+
+def test_arrivals_of_threads_that_are_not_known_to_be_first_stay_as_they_are():
+    for known, other in [("%5, 0", "%5, 1"), ("%4, 127", "%4, 255"), ("tid.x", "tid.y"), ("i1 %7, ptr", "i1 %1, ptr")]:
+        unknown = ARRIVALS.replace(known, other)
+        assert arriving_by_warp(unknown) == unknown
 
 
 @pytest.mark.parametrize("calls", ["", '  call fastcc void @"role<2>"(i32 0)\n'], ids=["none", "one"])

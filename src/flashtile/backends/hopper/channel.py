@@ -10,7 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .compat import WARPS, aggregate, arrive, load_async, seen_as
+from .compat import aggregate, arrive, load_async, seen_as
+
+WARPS = gl.constexpr(4)  # of a warpgroup
 
 
 @gluon.jit
@@ -90,7 +92,7 @@ class Ring:
     @gluon.jit
     def fill(self, position):
         """Producer: what this warpgroup writes to the slot is there."""
-        arrive(self.full.index(self.slot(position)))
+        arrive(self.full.index(self.slot(position)), 1)
 
     @gluon.jit
     def await_full(self, position, pred=True):
@@ -99,9 +101,10 @@ class Ring:
 
     @gluon.jit
     def release(self, position, pred=True):
-        """Consumer: this warpgroup has read the slot."""
+        """Consumer: this warpgroup has read the slot, and arrives for each of its warps. In the forward pass they do so
+        themselves, and need not meet: see arriving_by_warp in llvm_ir.py."""
         if self.readers > 0:
-            arrive(self.empty.index(self.slot(position)), pred=pred)
+            arrive(self.empty.index(self.slot(position)), WARPS, pred=pred)
 
     @gluon.jit
     def three(self, position, part: gl.constexpr):
@@ -190,7 +193,7 @@ def make_ring(
     width: gl.constexpr = WIDTH if WIDTH > 0 else box[-1]
     shape: gl.constexpr = shape_of(depth * parts, box, min(width, box[-1]), TRANSPOSED)
     memory = gl.allocate_shared_memory(desc.dtype, shape, of_matrix(desc.layout, TRANSPOSED))
-    full, empty = make_barriers(depth, 1, WARPS * readers)
+    full, empty = make_barriers(depth, 1, readers)
     return Ring(memory, full, empty, depth, parts, readers, width, TRANSPOSED, box, desc.layout)
 
 
@@ -205,24 +208,24 @@ def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.c
 @gluon.jit
 def ring_of(matrices, depth: gl.constexpr, parts: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
     """A ring of these matrices, written and read by so many warpgroups."""
-    full, empty = make_barriers(depth, WARPS * writers, WARPS * readers)
+    full, empty = make_barriers(depth, writers, readers)
     box: gl.constexpr = [matrices.shape[1], matrices.shape[2]]
     return Ring(matrices, full, empty, depth, parts, readers, box[-1], False, box, matrices.layout)
 
 
 @gluon.jit
-def make_barriers(depth: gl.constexpr, writing: gl.constexpr, reading: gl.constexpr):
-    """Those of slots that are full after so many arrivals of who writes them and empty after so many of who reads.
+def make_barriers(depth: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
+    """Those of slots that are full when `writers` and empty when `readers` warps or warpgroups have said so.
 
     A barrier that nobody uses must not be made. Triton gives its memory to other buffers, and where several processes
     share a GPU it has been seen to put the barrier back there later, over what a warpgroup had written.
     """
     full = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     empty = full
-    if reading > 0:
+    if readers > 0:
         empty = gl.allocate_shared_memory(gl.int64, [depth, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(depth):
-        mbarrier.init(full.index(slot), count=writing)
-        if reading > 0:
-            mbarrier.init(empty.index(slot), count=reading)
+        mbarrier.init(full.index(slot), count=writers)
+        if readers > 0:
+            mbarrier.init(empty.index(slot), count=WARPS * readers)
     return full, empty

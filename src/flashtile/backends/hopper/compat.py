@@ -17,17 +17,16 @@ store_async = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 _Shared = gl.shared_memory_descriptor
 seen_as = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 
-_MEETS_BY_ITSELF = gl.constexpr(SINCE_3_9)
-WARPS = gl.constexpr(4)  # of a warpgroup, as each of which it arrives at an mbarrier
+_MEETS = gl.constexpr(not SINCE_3_9)
 
 
 @gluon.jit
-def arrive(at, pred=True):
-    """One thread arrives for all warps of its warpgroup when they have come: see llvm_ir.py for where they need not
-    meet. Before 3.9 Triton would see to that only where it knows of shared memory that they have read."""
-    if not _MEETS_BY_ITSELF:
+def arrive(at, count: gl.constexpr, pred=True):
+    """One thread arrives so many times when all of its warpgroup have come. Before 3.9 Triton would see to the latter,
+    but only where it knows of shared memory that they have read: not in a function."""
+    if _MEETS:
         barrier()
-    mbarrier.arrive(at, count=WARPS, pred=pred)
+    mbarrier.arrive(at, count=count, pred=pred)
 
 
 if hasattr(tma, "async_atomic_add"):

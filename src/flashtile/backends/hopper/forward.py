@@ -143,11 +143,9 @@ def softmax(p, s, m, row, col, to_mask, MASKED: gl.constexpr, row_layout: gl.con
 
 @gluon.jit
 def add_values(o, probs, v_ring, position, has):
-    """O += P V of a slot's first keys is begun. Up to 128 dims its addresses are worked out only then, for which at 256
-    there is no register: by triton 3.9, D 64, 5 to 20 instructions of a step fewer."""
-    if v_ring.box[-1] <= 128:
-        position = anew(position)
-    return add_product(o, probs, v_ring, position, has)
+    """O += P V of a slot's first keys is begun. Its addresses are worked out only then: by triton 3.9, D 64, 5 to 20
+    instructions of a step fewer; by 3.6, D 256, S = 512 and 1k full +2 and +1 %."""
+    return add_product(o, probs, v_ring, anew(position), has)
 
 
 @gluon.jit
@@ -157,16 +155,10 @@ def begin_values(o, probs, v_ring, position, has, p_layout: gl.constexpr, there=
     return add_values(o, unpack(probs, v_ring.memory.dtype, p_layout), v_ring, position, has)
 
 
-@gluon.constexpr_function
-def all_kept(p, q_ring):
-    """Whether Q is in registers as a whole, and its slot free from then on."""
-    return width_of_slot(q_ring) == p.Q_KEPT
-
-
 @gluon.jit
-def release_early(p, q_ring, q_position, done):
+def release_early(q_ring, q_position, done):
     """Gives Q back with its last product where it has one slot: the next tile's comes under the softmax."""
-    if q_ring.depth == 1 and not all_kept(p, q_ring):
+    if q_ring.depth == 1:
         if done:
             q_ring.release(q_position)
 
@@ -200,7 +192,7 @@ def step(
     else:
         s = warpgroup_mma_wait(len(o), deps=(s,))
     k_ring.release(position)
-    release_early(p, q_ring, q_position, position == final)
+    release_early(q_ring, q_position, position == final)
     HALF_WAY: gl.constexpr = STEADY and p.O_AWAITED == "half way"
     if HALF_WAY:
         low, high = halves(s)
@@ -391,8 +383,6 @@ def compute_walk(
         q = q_ring.columns(q_position, 0, q_ring.box[-1])
         if p.Q_KEPT > 0:
             q = q_ring.columns(q_position, 0, p.Q_KEPT).load(gl.DotOperandLayout(0, s_layout, 2))
-            if all_kept(p, q_ring):
-                q_ring.release(q_position)
         m_new = gl.full([p.TILE_M], float("-inf"), gl.float32, row_layout)
         if p.TAILS:
             s_tail = gl.zeros([p.TILE_M, TAIL], gl.float32, tail_layout)
@@ -410,7 +400,7 @@ def compute_walk(
         s = warpgroup_mma_wait(len(o) if p.FLAT else 0, deps=(s,))
         k_ring.release(position)
         blocks_here = gl.where(row_new < p.seqlen_q, end - first, 1)
-        release_early(p, q_ring, q_position, blocks_here == 1)
+        release_early(q_ring, q_position, blocks_here == 1)
         to_mask = (full_end < end) | (full_first == end)
         probs_new, m_new, _ = softmax(p, s, m_new, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
         l_new = row_sums_by_lane(probs_new)
@@ -439,7 +429,7 @@ def compute_walk(
             p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, first, full_first, full_end, end,
             careful, k_ring, v_ring, s_layout, p_layout,
         )  # fmt: skip
-        if q_ring.depth > 1 and not all_kept(p, q_ring):
+        if q_ring.depth > 1:
             q_ring.release(q_position)
         q_position += 1
         if not p.FLAT:

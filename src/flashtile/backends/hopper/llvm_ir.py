@@ -14,9 +14,7 @@ _FUNCTION = re.compile(r'(?ms)^define internal fastcc void (@"[^"]*")\((.*?)\) [
 _KERNEL = re.compile(r"(?ms)^define (?!internal)[^\n]*\{\n.*?^}$")
 _ARRIVAL = re.compile(
     r"(?m)^  (?:tail )?call void @llvm\.nvvm\.barrier\..*\n"
-    r"(?P<and>  %\S+ = and i1 (?P<both>%\d+), .*\n)?"
-    r'(?P<call>  (?:tail )?call void asm sideeffect ")(?P<asm>@\$0 mbarrier\.arrive\.shared(?:::cta)?\.b64 _, \[\$1\]), 4;'
-    r'(?P<middle>", "b,r"\(i1 )(?P<first>%\d+)(?P<rest>, .*)$'
+    r'((?:  %\S+ = and i1 .*\n)?.* asm sideeffect "@\$0 mbarrier\.arrive\.shared\S* _, \[\$1\], 4;", "b,r"\(i1 .*)$'
 )
 _PROMISE = r" (?:no\w+|readnone|readonly|writeonly|captures\(\w+\)|align \d+|range\(\w+ -?\d+, -?\d+\))"
 
@@ -30,21 +28,26 @@ def for_roles(source: str) -> str:
 
 
 def arriving_by_warp(function: str) -> str:
-    """A function in which a warpgroup meets before one thread arrives at an mbarrier for its four warps: each arrives
-    for itself now, and meets nobody but its own threads."""
-    firsts = {arrival["both"] or arrival["first"] for arrival in _ARRIVAL.finditer(function)}
-    threads = [re.search(rf"(?m)^  {first} = icmp eq i32 (%\d+), 0$", function) for first in firsts]
-    if len(threads) != 1 or threads[0] is None:
+    """A function in which a warpgroup meets before its first thread arrives at an mbarrier for four warps: each of them
+    arrives for itself now, and only its own threads meet. What a warpgroup's product reads must not be written before
+    all of its warps say so: one has been seen to end for a warp while another was yet to issue it."""
+
+    def named(definition: str) -> str:
+        found = re.search(rf"(?m)^  (%\d+) = {definition}$", function)
+        return found[1] if found else "none"
+
+    thread = named(rf"and i32 {named('.*@llvm.nvvm.read.ptx.sreg.tid.x.*')}, 127")
+    first = named(f"icmp eq i32 {thread}, 0")
+    if not all(re.search(rf"{first}\b", arrival[1]) for arrival in _ARRIVAL.finditer(function)):
         return function
-    (first,), (thread,) = firsts, threads
 
     def by_warp(arrival: re.Match[str]) -> str:
-        both, call, asm, middle, by, rest = arrival.group("and", "call", "asm", "middle", "first", "rest")
-        both, by = ((both or "").replace(f" {first},", " %first,"), "%first" if by == first else by)
-        return f"{both}{call}bar.warp.sync -1; {asm};{middle}{by}{rest}"
+        text = re.sub(rf"{first}\b", "%first", arrival[1])
+        return text.replace('"@$0', '"bar.warp.sync -1; @$0').replace("[$1], 4;", "[$1];")
 
-    lane = f"{thread[0]}\n  %lane = and i32 {thread[1]}, 31\n  %first = icmp eq i32 %lane, 0"
-    return _ARRIVAL.sub(by_warp, function).replace(thread[0], lane)
+    test = f"  {first} = icmp eq i32 {thread}, 0\n"
+    added = f"  %lane = and i32 {thread}, 31\n  %first = icmp eq i32 %lane, 0\n"
+    return _ARRIVAL.sub(by_warp, function).replace(test, test + added)
 
 
 def of_a_warpgroup(function: str) -> str:
