@@ -59,19 +59,21 @@ class Ring:
     depth: gl.constexpr
     parts: gl.constexpr
     readers: gl.constexpr  # warps or warpgroups that say so
+    each: gl.constexpr  # by so many arrivals, one or one of each warp
     width: gl.constexpr  # columns that products take: some of a buffer, all, or a pair
     transposed: gl.constexpr
     box: gl.constexpr  # shape of a buffer as it is loaded: (1, S, heads, D), or (rows, D)
     layout: gl.constexpr  # of such a buffer
 
     @gluon.constexpr_function
-    def __init__(self, memory, full, empty, depth, parts, readers, width, transposed, box, layout):
+    def __init__(self, memory, full, empty, depth, parts, readers, each, width, transposed, box, layout):
         self.memory = memory
         self.full = full
         self.empty = empty
         self.depth = gl.constexpr(depth)
         self.parts = gl.constexpr(parts)
         self.readers = gl.constexpr(readers)
+        self.each = gl.constexpr(each)
         self.width = gl.constexpr(width)
         self.transposed = gl.constexpr(transposed)
         self.box = gl.constexpr(box)
@@ -101,10 +103,10 @@ class Ring:
 
     @gluon.jit
     def release(self, position, pred=True):
-        """Consumer: this warpgroup has read the slot, and arrives for each of its warps. In the forward pass they do so
-        themselves, and need not meet: see arriving_by_warp in llvm_ir.py."""
+        """Consumer: this warpgroup has read the slot. Where it arrives for each of its warps, they do so themselves
+        and need not meet: see arriving_by_warp in llvm_ir.py."""
         if self.readers > 0:
-            arrive(self.empty.index(self.slot(position)), WARPS, pred=pred)
+            arrive(self.empty.index(self.slot(position)), self.each, pred=pred)
 
     @gluon.jit
     def three(self, position, part: gl.constexpr):
@@ -185,23 +187,26 @@ def load_slot(desc, ring, position, batch, row, head, PARTS: gl.constexpr):
 @gluon.jit
 def make_ring(
     desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr,
-    WIDTH: gl.constexpr = 0, TRANSPOSED: gl.constexpr = False,
+    WIDTH: gl.constexpr = 0, TRANSPOSED: gl.constexpr = False, EACH: gl.constexpr = 1,
 ):  # fmt: skip
     """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups, most of the time WIDTH columns at once,
-    a buffer's if that is 0, in pairs if it is twice that; or transposed."""
+    a buffer's if that is 0, in pairs if it is twice that; or transposed. EACH: arrivals of a reader."""
     box: gl.constexpr = desc.block_shape
     width: gl.constexpr = WIDTH if WIDTH > 0 else box[-1]
     shape: gl.constexpr = shape_of(depth * parts, box, min(width, box[-1]), TRANSPOSED)
     memory = gl.allocate_shared_memory(desc.dtype, shape, of_matrix(desc.layout, TRANSPOSED))
-    full, empty = make_barriers(depth, 1, readers)
-    return Ring(memory, full, empty, depth, parts, readers, width, TRANSPOSED, box, desc.layout)
+    full, empty = make_barriers(depth, 1, readers * EACH)
+    return Ring(memory, full, empty, depth, parts, readers, EACH, width, TRANSPOSED, box, desc.layout)
 
 
 @gluon.jit
-def add_rings(rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr, WIDTH: gl.constexpr = 0):
+def add_rings(
+    rings, count: gl.constexpr, desc, depth: gl.constexpr, parts: gl.constexpr,
+    WIDTH: gl.constexpr = 0, EACH: gl.constexpr = 1,
+):  # fmt: skip
     """These rings and so many more, read by one warpgroup each."""
     for _ in gl.static_range(count):
-        rings = rings + (make_ring(desc, depth, parts, 1, WIDTH),)
+        rings = rings + (make_ring(desc, depth, parts, 1, WIDTH, False, EACH),)
     return rings
 
 
@@ -210,12 +215,12 @@ def ring_of(matrices, depth: gl.constexpr, parts: gl.constexpr, writers: gl.cons
     """A ring of these matrices, written and read by so many warpgroups."""
     full, empty = make_barriers(depth, writers, readers)
     box: gl.constexpr = [matrices.shape[1], matrices.shape[2]]
-    return Ring(matrices, full, empty, depth, parts, readers, box[-1], False, box, matrices.layout)
+    return Ring(matrices, full, empty, depth, parts, readers, 1, box[-1], False, box, matrices.layout)
 
 
 @gluon.jit
 def make_barriers(depth: gl.constexpr, writers: gl.constexpr, readers: gl.constexpr):
-    """Those of slots that are full when `writers` and empty when `readers` warps or warpgroups have said so.
+    """Those of slots that are full after so many arrivals of writers, and empty after so many of readers.
 
     A barrier that nobody uses must not be made. Triton gives its memory to other buffers, and where several processes
     share a GPU it has been seen to put the barrier back there later, over what a warpgroup had written.
@@ -227,5 +232,5 @@ def make_barriers(depth: gl.constexpr, writers: gl.constexpr, readers: gl.conste
     for slot in gl.static_range(depth):
         mbarrier.init(full.index(slot), count=writers)
         if readers > 0:
-            mbarrier.init(empty.index(slot), count=WARPS * readers)
+            mbarrier.init(empty.index(slot), count=readers)
     return full, empty

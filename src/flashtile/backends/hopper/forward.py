@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from .channel import add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
+from .channel import WARPS, add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
 from .compat import call_as_worker
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
@@ -459,9 +459,9 @@ def forward_kernel(
                 schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 TAILS, FLAT, O_AWAITED, Q_KEPT, PACK)  # fmt: skip
     PAIR: gl.constexpr = pair_of(q_desc.block_shape, PARTS)
-    q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PAIR)
-    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, Q_KEPT if Q_KEPT > 0 else PAIR, True)
-    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, pair_of(v_desc.block_shape, PARTS_V))
+    q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PAIR, WARPS)
+    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, Q_KEPT if Q_KEPT > 0 else PAIR, True, WARPS)
+    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, pair_of(v_desc.block_shape, PARTS_V), False, WARPS)
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))
