@@ -1,5 +1,6 @@
 """What is changed in the LLVM IR of a Hopper kernel before PTX is made of it, as text: its roles call a function in one
-place, of which there is then one copy in the machine code, whatever the number of warpgroups.
+place, of which there is then one copy in the machine code, whatever the number of warpgroups; and where a warpgroup
+arrives at an mbarrier, its warps need not meet.
 
 As Triton leaves it, each role has a call of its own, and with the function inlined as many copies of it: two or three
 times the work for LLVM and ptxas, and the instruction cache.
@@ -30,7 +31,8 @@ def for_roles(source: str) -> str:
 def arriving_by_warp(function: str) -> str:
     """A function in which a warpgroup meets before its first thread arrives at an mbarrier for four warps: each of them
     arrives for itself now, and only its own threads meet. What a warpgroup's product reads must not be written before
-    all of its warps say so: one has been seen to end for a warp while another was yet to issue it."""
+    all of its warps say so: one has been seen to end for a warp while another was yet to issue it. A function in which
+    the first thread is not known as such stays as it is."""
 
     def named(definition: str) -> str:
         found = re.search(rf"(?m)^  (%\d+) = {definition}$", function)
