@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -282,6 +283,22 @@ def test_triton_finds_no_barrier_to_add_to_a_hopper_forward_kernel(options, dims
     assert before[:2] == (0, 0)
     computing = roles[: hopper_config.choose(case).warpgroups]  # the others are one warp
     assert all(own == with_triton > 0 and not allocates for own, with_triton, allocates in computing), roles
+
+
+@HOPPER_FORWARD
+def test_what_warps_of_a_hopper_warpgroup_leave_for_each_other_has_barriers_of_its_own(dims, seqlen):
+    _, compiled = compile_hopper(spec((seqlen, seqlen), (16, 16), dims, BF16))
+    kinds = {
+        "meets": r"barrier\.cta\.sync|bar\.sync",
+        "copies": r"cp\.async\.bulk\.tensor",
+        "writes": r"^ +store .*addrspace\(3\)|stmatrix",
+        "reads": r"= (?:tail )?load .*addrspace\(3\)",
+    }
+    (function,) = re.findall(r"(?ms)^define internal .*?^}$", for_roles(compiled.asm["llir"]))
+    done = [kind for line in function.splitlines() for kind, text in kinds.items() if re.search(text, line)]
+    assert set(done) == set(kinds)
+    for before, behind in pairwise(done):
+        assert "meets" in (before, behind) or before == behind, (before, behind)
 
 
 def test_hopper_kernels_are_compiled_by_a_ptxas_of_cuda_12(monkeypatch):

@@ -31,8 +31,9 @@ def for_roles(source: str) -> str:
 def arriving_by_warp(function: str) -> str:
     """A function in which a warpgroup meets before its first thread arrives at an mbarrier for four warps: each of them
     arrives for itself now, and only its own threads meet. What a warpgroup's product reads must not be written before
-    all of its warps say so: one has been seen to end for a warp while another was yet to issue it. A function in which
-    the first thread is not known as such stays as it is."""
+    all of its warps say so: one has been seen to end for a warp while another was yet to issue it. What warps leave for
+    each other in shared memory has barriers of its own, which tests/test_aot.py sees to. A function in which the first
+    thread is not known as such stays as it is."""
 
     def named(definition: str) -> str:
         found = re.search(rf"(?m)^  (%\d+) = {definition}$", function)
