@@ -301,6 +301,12 @@ def test_what_warps_of_a_hopper_warpgroup_leave_for_each_other_has_barriers_of_i
         assert "meets" in (before, behind) or before == behind, (before, behind)
 
 
+def test_triton_knows_a_hopper_kernel_by_what_is_done_to_it_too():
+    _, compiled = compile_hopper(spec((512, 512), (16, 16), (64, 64), BF16))
+    (_, backward), *_ = compile_hopper_backward(spec((512, 512), (16, 16), (64, 64), BF16))
+    assert compiled.metadata.flashtile == backward.metadata.flashtile == compiling._what_is_done()
+
+
 def test_hopper_kernels_are_compiled_by_a_ptxas_of_cuda_12(monkeypatch):
     def used():
         return compiling.compiler().get_ptxas(90).version

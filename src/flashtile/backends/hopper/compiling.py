@@ -5,14 +5,18 @@ own."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import importlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import triton
 from triton._C.libtriton import ir
+from triton.compiler import compiler as triton_compiler
 
 from ... import env
 from ..compiler import instead
@@ -27,6 +31,7 @@ def for_hopper(options: dict[str, Any], forward: bool = False) -> Iterator[dict[
     which have all barriers they need, and whose steps are as long without vectors."""
     with (
         _COMPILING,  # knobs are set for all threads
+        _known_by_what_is_done(),
         _without_line_numbers(),
         _without_more_fences(),
         _without_more_barriers() if forward else contextlib.nullcontext(),
@@ -35,6 +40,22 @@ def for_hopper(options: dict[str, Any], forward: bool = False) -> Iterator[dict[
         _by_earlier_ptxas(options) as options,
     ):
         yield options
+
+
+@contextlib.contextmanager
+def _known_by_what_is_done() -> Iterator[None]:
+    """Within, Triton's cache knows a kernel by this file and llvm_ir.py, too, as it is not made by its source alone."""
+    theirs = triton_compiler.get_cache_invalidating_env_vars
+    known = {"flashtile": _what_is_done()}
+    with instead(triton_compiler, "get_cache_invalidating_env_vars", lambda: theirs() | known):
+        yield
+
+
+@functools.cache
+def _what_is_done() -> str:
+    """A hash of both files."""
+    here = Path(__file__)
+    return hashlib.sha256(here.read_bytes() + here.with_name("llvm_ir.py").read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager
