@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.backends.nvidia.compiler import get_ptxas
 
 from flashtile.backends.compiler import compiled_for
+from flashtile.backends.hopper.llvm_ir import for_roles
 from flashtile.backends.launcher import Launcher
 from flashtile.backends.triton import decode_config, decode_launch
 from flashtile.backends.triton.append import APPEND, AppendSpec
@@ -206,6 +207,21 @@ def barriers_by_threads(compiled: object) -> dict[int, set[int]]:
             name, threads = (int(x or "0", 16) for x in barrier.groups())
             found.setdefault(threads, set()).add(name)
     return found
+
+
+def arguments_of_roles(compiled: object) -> tuple[set[int], set[int]]:
+    """With what roles call their one function: numbers of warpgroups, and of barriers at which the warps of one meet,
+    which before triton 3.9 are worked out of the former (`of_a_warpgroup`)."""
+    module = for_roles(compiled.asm["llir"])
+    kernel = re.search(r"(?ms)^define ptx_kernel .*?^}$", module)[0]
+
+    def given(argument: str) -> set[int]:
+        values = re.findall(r"\[ (\S+), ", re.search(rf"%argument{argument} = phi i32 (.*)", kernel)[1])
+        made = dict(re.findall(r'(?m)^  (%\d+) = .*"mov\.b32 \$0, \$1;", "=r,r"\(i32 (\d+)\)', kernel))
+        return {int(made.get(value, value)) for value in values}
+
+    barriers = set(re.findall(r"cta\.sync\.aligned\.count\(i32 %(\d+), i32 128\)", module))
+    return given("0"), set().union(*map(given, barriers))
 
 
 def barriers_of_roles(compiled: object) -> list[tuple[int, int, bool]]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 from aot import (
+    arguments_of_roles,
     barriers_by_threads,
     barriers_left_alone,
     barriers_of_roles,
@@ -269,8 +270,9 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
     assert not barriers_left_alone(compiled)
     assert barriers_by_threads(compiled)[0] == {1}  # with which roles begin and end
-    (numbers,) = re.findall(r"%argument0 = phi i32 (.*)", for_roles(compiled.asm["llir"]))
-    assert numbers.count("[") == hopper_config.choose(case).warpgroups
+    numbers, own_barriers = arguments_of_roles(compiled)
+    assert numbers == set(range(hopper_config.choose(case).warpgroups))
+    assert own_barriers == ({0, *(1 + number for number in numbers - {0})} if SINCE_3_9 else set())
 
 
 @pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")

@@ -72,6 +72,9 @@ def test_a_function_is_inlined_and_has_the_threads_and_barriers_of_a_warpgroup()
     assert ONCE in changed
     assert "  %thread5 = tail call i32 @llvm.nvvm.read.ptx.sreg.tid.x()\n  %5 = and i32 %thread5, 127\n" in changed
     assert "barrier.cta.sync.aligned.count(i32 %barrier, i32 128)" in changed
+    assert (
+        "%later = icmp ne i32 %0, 0\n  %skipped = zext i1 %later to i32\n  %barrier = add i32 %0, %skipped\n" in changed
+    )
     assert "attributes #1 = { alwaysinline nounwind }" in changed
 
 
