@@ -51,7 +51,7 @@ def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Ten
     return _usage(compiled, arch), compiled
 
 
-def compile_launch(launcher: Launcher, spec: object, arch: str, *tensors: Tensor | None) -> tuple[Usage, object]:
+def compile_launch(launcher: Launcher, spec: object, arch: str, *tensors: Tensor | int | None) -> tuple[Usage, object]:
     """Compiles what a launcher would prepare for these tensors on `arch`; returns its usage and Triton's object."""
     fn, arguments, options = launch_for(launcher, spec, *tensors)
     compiled = compiled_for(fn, arguments, options, arch)
@@ -102,7 +102,7 @@ def compile_cached(call: CachedCall, q: Tensor, arch: str, num_splits: int = 0) 
 
 def cached_launches(
     call: CachedCall, q: Tensor, arch: str, num_splits: int = 0
-) -> list[tuple[Launcher, object, tuple[Tensor | None, ...]]]:
+) -> list[tuple[Launcher, object, tuple[Tensor | int | None, ...]]]:
     """The launcher of each such kernel, what it prepares a launch for, and its tensors."""
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
@@ -110,15 +110,15 @@ def cached_launches(
     parts = empty(slots, rows, of.head_dim_v), empty(rows, slots), empty(rows, slots)
     parts = parts if spec.merges else (None, None, None)
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
-    lengths, descales = (cache.seqlens, cache.leftpad), (cache.k_descale, cache.v_descale)
+    lengths, end, descales = (cache.lengths, cache.leftpad), cache.end, (cache.k_descale, cache.v_descale)
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
     new = (empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
     tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
     appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
     launches = [
-        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, out, lse)),
-        (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, q)),
-        (decode_launch.MERGE, spec, (*parts, *lengths, out, lse)),
+        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, end, out, lse)),
+        (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, end, q)),
+        (decode_launch.MERGE, spec, (*parts, *lengths, end, out, lse)),
     ]
     return launches if spec.merges else launches[:2]
 

@@ -149,10 +149,11 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
      ("many", 36, 1024, 264), ("four", 64, 3072, 0), ("few", 64, 4096, 128), ("eight", 96, 1024, 0),
      ("two", 200, 3072, 0)],
 )  # fmt: skip
-def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(load, batch, capacity, programs):
+@pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
+def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, capacity, programs):
     """In a round of so many on each multiprocessor, or in many rounds; else programs share them, or have some each."""
     call, q = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
-    call = replace(call, cache=replace(call.cache, seqlens=None))
+    call = replace(call, cache=replace(call.cache, seqlens=length))
     assert decode_config.load_of(call, 132) == load
     assert not decode_config.choose(call, "sm_90", 132, num_splits=2).whole
     launched = decode_launch.decode_spec(call, 0, "sm_90", 132)

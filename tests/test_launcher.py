@@ -25,8 +25,8 @@ MAP = 128  # bytes of a tensor map
 MOST_SHARED = 2000  # bytes of a multiprocessor's shared memory
 ATTRIBUTE = 72  # of a launch attribute: four of its number, four of padding, 64 of its value
 SIGNATURE = {
-    "q_desc": "tensordesc<bf16[1, 64, 1, 128],...>", "dlse_ptr": "constexpr", "lse_ptr": "*fp32", "table_ptr": "*i64",
-    "seqlen": "i32", "stride": "i64", "unit": "fp32", "ONE": "constexpr",
+    "q_desc": "tensordesc<bf16[1, 64, 1, 128],...>", "dlse_ptr": "constexpr", "lse_ptr": "*fp32", "end": "i32",
+    "table_ptr": "*i64", "seqlen": "i32", "stride": "i64", "unit": "fp32", "ONE": "constexpr",
 }  # fmt: skip
 
 
@@ -106,14 +106,14 @@ class Driver:
 
 @pytest.fixture
 def arguments():
-    """What a kernel of SIGNATURE takes: 3 that move, 5 that stay."""
+    """What a kernel of SIGNATURE takes: 4 that move, 5 that stay."""
     q = torch.zeros(2, 300, 4, 128, dtype=torch.bfloat16)
     layout = gl.NVMMASharedLayout.get_default_for([1, 64, 1, 128], gl.bfloat16)
     descriptor = TensorDescriptor(q, list(q.shape), list(q.stride()), [1, 64, 1, 128], layout)
-    return descriptor, None, torch.zeros(5), torch.arange(7), 300, 1 << 40, 0.125, 1
+    return descriptor, None, torch.zeros(5), 9, torch.arange(7), 300, 1 << 40, 0.125, 1
 
 
-SIZES = [MAP, *[4] * 4, *[8] * 4, 8, 8, 4, 8, 4, 8, 8]
+SIZES = [MAP, *[4] * 4, *[8] * 4, 8, 4, 8, 4, 8, 4, 8, 8]
 
 
 @pytest.fixture
@@ -139,17 +139,17 @@ def launch_of(monkeypatch, driver, compiled, arguments, **options):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77 + device, raising=False)
     device = torch.device("cuda", 3)
-    return launcher.launch_of(compiled, device, 132, arguments, 3, **options)
+    return launcher.launch_of(compiled, device, 132, arguments, 4, **options)
 
 
 def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, arguments):
     driver = Driver(SIZES)
     run = launch_of(monkeypatch, driver, compiled, arguments)
-    calls = [(torch.ones(2, 300, 4, 128, dtype=torch.bfloat16), torch.ones(5)) for _ in range(2)]
+    calls = [(torch.ones(2, 300, 4, 128, dtype=torch.bfloat16), torch.ones(5), end) for end in (10, 1 << 30)]
     calls = [calls[i] for i in (0, 1, 1, 0)]
-    for q, lse in calls:
-        run(q, None, lse)
-    for (q, lse), (grid, block, shared, stream, parameters) in zip(calls, driver.launches, strict=True):
+    for q, lse, end in calls:
+        run(q, None, lse, end)
+    for (q, lse, end), (grid, block, shared, stream, parameters) in zip(calls, driver.launches, strict=True):
         assert (grid, block, shared, stream) == ([132, 1, 1], [384, 1, 1], 1000, 80)
         tensor_map, *others = parameters
         words = list((ctypes.c_uint64 * 16).from_buffer_copy(tensor_map))
@@ -157,9 +157,9 @@ def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, argu
         assert words[:13] == [q.data_ptr(), 9, *shape, *strides, *box]
         whole = [int.from_bytes(x, "little") for x in others]
         assert whole[:8] == [2, 300, 4, 128, 153600, 512, 128, 1]
-        assert whole[8:12] == [lse.data_ptr(), arguments[3].data_ptr(), 300, 1 << 40]
-        assert ctypes.c_float.from_buffer_copy(others[12]).value == 0.125
-        assert whole[13:] == [0, 0]  # scratch
+        assert whole[8:13] == [lse.data_ptr(), end, arguments[4].data_ptr(), 300, 1 << 40]
+        assert ctypes.c_float.from_buffer_copy(others[13]).value == 0.125
+        assert whole[14:] == [0, 0]  # scratch
     assert compiled.launchers == []  # which Triton makes by a C compiler
     assert driver.attributes == [[]] * 4
 
@@ -172,7 +172,7 @@ def test_a_launch_may_wait_for_all_of_its_programs_or_for_those_of_the_one_befor
     driver = Driver(SIZES)
     run = launch_of(monkeypatch, driver, compiled, arguments)
     for _ in range(2):
-        run(arguments[0].base, None, arguments[2])
+        run(arguments[0].base, None, *arguments[2:4])
     ((attribute,), again) = driver.attributes
     kind, padding, allowed, *others = (ctypes.c_int * (ATTRIBUTE // 4)).from_buffer_copy(attribute)
     assert (kind, padding, allowed) == (number, 0, 1)  # a CUlaunchAttributeID
@@ -188,7 +188,7 @@ def test_a_program_that_is_to_be_alone_leaves_no_shared_memory_for_another(
     compiled.metadata.shared = of_the_kernel
     driver = Driver(SIZES)
     run = launch_of(monkeypatch, driver, compiled, arguments, alone=True)
-    run(arguments[0].base, None, arguments[2])
+    run(arguments[0].base, None, *arguments[2:4])
     ((_, _, shared, _, _),) = driver.launches
     assert shared == of_the_launch
 
@@ -204,14 +204,14 @@ def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compi
     driver = None if sizes is None else Driver(sizes)
     run = launch_of(monkeypatch, driver, compiled, arguments)
     q, lse = torch.ones(2, 300, 4, 128, dtype=torch.bfloat16), torch.ones(5)
-    run(q, None, lse)
+    run(q, None, lse, 8)
     ((grid, (descriptor, dlse, *others), stream),) = compiled.calls
     old = arguments[0]
     assert (grid, stream, dlse) == ((132, 1, 1), 80, None)
     assert descriptor.base is q
     assert (descriptor.shape, descriptor.strides, descriptor.layout) == (old.shape, old.strides, old.layout)
     assert others[0] is lse
-    assert others[1:] == list(arguments[3:])
+    assert others[1:] == [8, *arguments[4:]]
 
 
 @pytest.mark.parametrize(("shared", "asked"), [(48 << 10, None), (100 << 10, 100 << 10)])
@@ -240,7 +240,7 @@ def test_the_first_launch_of_a_thread_makes_the_context_current(monkeypatch, com
     driver = Driver(SIZES)
     run = launch_of(monkeypatch, driver, compiled, arguments)
     driver.context = None
-    run(arguments[0].base, None, arguments[2])
+    run(arguments[0].base, None, *arguments[2:4])
     assert driver.context == 100 * (10 + 3)
     assert len(driver.launches) == 1
 
@@ -250,7 +250,7 @@ def test_a_launch_that_fails_says_so(monkeypatch, compiled, arguments):
     run = launch_of(monkeypatch, driver, compiled, arguments)
     driver.status = 700
     with pytest.raises(RuntimeError, match="kernel: cuLaunchKernelEx: error 700, out of luck"):
-        run(arguments[0].base, None, arguments[2])
+        run(arguments[0].base, None, *arguments[2:4])
 
 
 def test_a_launch_is_prepared_for_each_layout_and_dtype():
@@ -264,7 +264,8 @@ def test_a_launch_is_prepared_for_each_layout_and_dtype():
     counted, out = Counted(), torch.zeros(1)
     table = torch.zeros(4, 4, dtype=torch.int32)
     for x in (table, table.clone(), None, table.t(), table[:, 1:], table.long()):
-        counted("spec", (x,), (out,))
+        for end in (3, 4):
+            counted("spec", (x, end), (out,))
     assert len(prepared) == 5
 
 

@@ -25,7 +25,7 @@ class Cache:
     k, v: (rows, capacity, Hk, D) and (rows, capacity, Hk, Dv); with a block_table (pages, page_size, ...).
     rows: (B,) the row of each sequence; None: sequence b has row b.
     block_table: (B, pages of a sequence), or None.
-    seqlens: (B,) where the keys end without the new ones; None: where those just fit.
+    seqlens: (B,) where the keys end without the new ones, or one number for all; None: where those just fit.
     leftpad: (B,) where the keys begin; None: at 0.
     seqlen_new: Sn.
     k_descale, v_descale: (B, Hk) float32: what is stored, times this, is meant; None: 1.
@@ -35,7 +35,7 @@ class Cache:
     v: Tensor
     rows: Tensor | None
     block_table: Tensor | None
-    seqlens: Tensor | None
+    seqlens: Tensor | int | None
     leftpad: Tensor | None
     seqlen_new: int
     k_descale: Tensor | None
@@ -57,17 +57,27 @@ class Cache:
         return 0 if self.block_table is None else self.k.shape[1]
 
     @property
+    def lengths(self) -> Tensor | None:
+        """`seqlens`, where only the device knows them."""
+        return self.seqlens if isinstance(self.seqlens, Tensor) else None
+
+    @property
+    def end(self) -> int:
+        """Where the keys of each sequence end, the new ones too; with `lengths`, where they end at most."""
+        return self.seqlens + self.seqlen_new if isinstance(self.seqlens, int) else self.capacity
+
+    @property
     def alike(self) -> bool:
         """Whether all sequences are known to have as many keys, without a look at the device."""
-        return self.seqlens is None and self.leftpad is None
+        return self.lengths is None and self.leftpad is None
 
     def spans(self, batch: int) -> tuple[Tensor, Tensor]:
         """first and end of the keys of each sequence, (B,) int64 each."""
         device = self.k.device
         first = torch.zeros(batch, dtype=torch.int64, device=device) if self.leftpad is None else self.leftpad.long()
-        if self.seqlens is None:
-            return first, torch.full((batch,), self.capacity, device=device)
-        return first, self.seqlens.long() + self.seqlen_new
+        if self.lengths is None:
+            return first, torch.full((batch,), self.end, device=device)
+        return first, self.lengths.long() + self.seqlen_new
 
     def write(self, k: Tensor, v: Tensor, start: Tensor) -> None:
         """New keys and values (B, Sn, Hk, D) as tokens start ... start + Sn of each sequence."""

@@ -114,14 +114,14 @@ def _check_new(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
         raise ValueError(f"k: got {k.shape[1]} new keys; want at most {cache.capacity}, what a sequence may have")
 
 
-def _lengths(cache_seqlens: int | Tensor | None, batch: int, cache: Cache) -> Tensor | None:
+def _lengths(cache_seqlens: int | Tensor | None, batch: int, cache: Cache) -> Tensor | int | None:
     if cache_seqlens is None:
         return None
     if isinstance(cache_seqlens, int):
         room = cache.capacity - cache.seqlen_new
         if not 0 <= cache_seqlens <= room:
             raise ValueError(f"cache_seqlens: got {cache_seqlens}; want 0 to {room}{_why(cache)}")
-        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=cache.k.device)
+        return cache_seqlens
     end = cache.capacity - cache.seqlen_new + 1
     checks.check_index("cache_seqlens", cache_seqlens, (batch,), end, cache.k.device, _why(cache))
     return cache_seqlens.contiguous()

@@ -72,15 +72,16 @@ class Launcher(ABC):
     def prepare(self, spec: Any, tensors: tuple) -> Run:
         """The launch for tensors that lie like these (some may be None), on their device, which is current."""
 
-    def run_for(self, spec: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> Run:
-        """run(*inputs, *outputs) for tensors that lie like these.
+    def run_for(self, spec: Any, inputs: tuple[Tensor | int | None, ...], outputs: tuple[Tensor, ...]) -> Run:
+        """run(*inputs, *outputs) for tensors that lie like these, and other numbers.
 
         `outputs` are fresh, their layouts a function of the spec and the inputs' layouts.
         """
         device = outputs[0].device
-        key = (spec, device, *[x if x is None else (x.dtype, x.stride(), x.data_ptr() & 15) for x in inputs])
+        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+        key = (spec, device, *[x if x is None else (x.dtype, x.stride(), x.data_ptr() & 15) for x in tensors])
         if torch.version.hip:  # where kernels are compiled for that, too
-            key += tuple(x is None or lies_near(x) for x in inputs)
+            key += tuple(x is None or lies_near(x) for x in tensors)
         run = self._runs.get(key)
         if run is None:
             if len(self._runs) >= MAX_REMEMBERED:
@@ -89,7 +90,7 @@ class Launcher(ABC):
                 run = self._runs[key] = self.prepare(spec, (*inputs, *outputs))
         return run
 
-    def __call__(self, spec: Any, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...]) -> None:
+    def __call__(self, spec: Any, inputs: tuple[Tensor | int | None, ...], outputs: tuple[Tensor, ...]) -> None:
         """Runs on the current stream of the tensors' device."""
         self.run_for(spec, inputs, outputs)(*inputs, *outputs)
 
@@ -173,7 +174,8 @@ def launch_of(
     """The launch of a kernel that Triton compiled for `arguments`, on `device`.
 
     Tensors take the place of the first `moving` arguments, which are tensors, their descriptors, or None; each must
-    lie in memory as the one before. The other arguments stay. alone: each program has so much shared memory that no
+    lie in memory as the one before. A number among them, of which the kernel makes no variants, is another in each
+    call. The other arguments stay. alone: each program has so much shared memory that no
     other fits beside it on a multiprocessor, if the launch goes straight through the driver.
     """
     driver = _driver()
@@ -222,7 +224,7 @@ def _loaded(compiled: Any, driver: ctypes.CDLL, device_index: int, alone: bool) 
 
 
 def _through_triton(run: Callable[..., None], device_index: int, arguments: tuple, moving: int) -> Run:
-    described = [None if x is None or isinstance(x, Tensor) else _of(x, None) for x in arguments[:moving]]
+    described = [None if x is None or isinstance(x, Tensor | int) else _of(x, None) for x in arguments[:moving]]
     others = arguments[moving:]
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
@@ -256,7 +258,7 @@ def _through_driver(
     kernel = ctypes.c_void_p.from_param(function)
     call = (ctypes.byref(config), kernel, ctypes.byref(parameters.addresses), None)  # nothing left to convert
     launch_kernel, replace_address = driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress
-    pointers, maps, lock = parameters.pointers, parameters.maps, threading.Lock()
+    pointers, numbers, maps, lock = parameters.pointers, parameters.numbers, parameters.maps, threading.Lock()
     described = [(i, *x) for i, x in enumerate(maps)]
     last = [0] * len(maps)  # addresses: often the same memory again, for which the driver need not be called
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
@@ -270,6 +272,8 @@ def _through_driver(
         with lock:  # until the driver has copied the parameters
             for index, pointer in pointers:
                 pointer.value = tensors[index].data_ptr()
+            for index, number in numbers:
+                number.value = tensors[index]
             for i, index, tensor_map in described:
                 address = tensors[index].data_ptr()
                 if address != last[i]:
@@ -290,7 +294,7 @@ class Parameters:
     """A kernel's parameters as the driver reads them.
 
     addresses: of each parameter, in the kernel's order.
-    pointers, maps: (index of a moving argument, what holds its address).
+    pointers, maps: (index of a moving argument, what holds its address). numbers: and what holds it itself.
     sizes: in bytes, of each parameter.
     values, fixed: what must stay alive.
     """
@@ -298,6 +302,7 @@ class Parameters:
     def __init__(self, driver: ctypes.CDLL, signature: dict[str, str], arguments: tuple, moving: int) -> None:
         self.pointers: list[tuple[int, ctypes.c_void_p]] = []
         self.maps: list[tuple[int, ctypes.c_void_p]] = []
+        self.numbers: list[tuple[int, Any]] = []
         self.fixed = arguments[moving:]
         values: list[Any] = []
         for index, (kind, argument) in enumerate(zip(signature.values(), arguments, strict=True)):
@@ -313,6 +318,8 @@ class Parameters:
                     self.pointers.append((index, values[-1]))
             else:
                 values.append(_NUMBERS[kind](argument))
+                if index < moving:
+                    self.numbers.append((index, values[-1]))
         values += [ctypes.c_void_p(), ctypes.c_void_p()]  # the scratch memory of Triton and of its profiler
         self.values = values
         self.sizes = [ctypes.sizeof(value) for value in values]

@@ -69,11 +69,11 @@ def store_new(
 ])  # fmt: skip
 def append_kernel(
     q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, seqlens_ptr, leftpad_ptr, places_ptr, cos_ptr, sin_ptr,
-    k_descale_ptr, v_descale_ptr, turned_ptr,
+    k_descale_ptr, v_descale_ptr, capacity, turned_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_kcb, stride_kcs, stride_kch, stride_vcb, stride_vcs, stride_vch,
     stride_pb, stride_cos, stride_sin, stride_k_descale, stride_v_descale,
-    seqlen_q, seqlen_new, seqlen, heads_q, heads_k, capacity, limit,
+    seqlen_q, seqlen_new, seqlen, heads_q, heads_k, limit,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr, HEADS: tl.constexpr,
     R: tl.constexpr, INTERLEAVED: tl.constexpr, ADVANCING: tl.constexpr, PAGE_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr,
@@ -143,13 +143,13 @@ class AppendKernel(Launcher):
     """`append_kernel`, of the new tokens and of where they go to the turned queries."""
 
     def prepare(self, spec: AppendSpec, tensors: tuple) -> Run:
-        q, k, v, k_cache, v_cache, _, _, places, cos, sin, k_descale, v_descale, _ = tensors
+        q, k, v, k_cache, v_cache, _, _, places, cos, sin, k_descale, v_descale, *_ = tensors
         of = spec.attention
         seqlen = max(of.seqlen_q, spec.seqlen_new) if spec.rotary_dims else spec.seqlen_new
         arguments = (
             *tensors, *strides(q), *strides(k), *strides(v), *strides(k_cache), *strides(v_cache),
             *(0 if x is None else x.stride(0) for x in (places, cos, sin, k_descale, v_descale)),
-            of.seqlen_q, spec.seqlen_new, seqlen, of.heads_q, of.heads_k, of.seqlen_k, FP8_MAX,
+            of.seqlen_q, spec.seqlen_new, seqlen, of.heads_q, of.heads_k, FP8_MAX,
             of.head_dim, of.head_dim_v, triton.next_power_of_2(of.head_dim), triton.next_power_of_2(of.head_dim_v),
             HEADS, spec.rotary_dims, spec.interleaved, of.window_left >= 0 or of.window_right >= 0, spec.page_size,
             spec.quantized,
@@ -172,8 +172,8 @@ def append(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | N
     turned = q if rotary is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables = (None, None) if rotary is None else (dense_rows(rotary.cos), dense_rows(rotary.sin))
     inputs = (
-        q, dense_rows(k), dense_rows(v), cache.k, cache.v, cache.seqlens, cache.leftpad, cache.places, *tables,
-        cache.k_descale, cache.v_descale,
+        q, dense_rows(k), dense_rows(v), cache.k, cache.v, cache.lengths, cache.leftpad, cache.places, *tables,
+        cache.k_descale, cache.v_descale, cache.end,
     )  # fmt: skip
     APPEND(of, inputs, (turned,))
     return turned

@@ -184,10 +184,10 @@ def queries_of_task(
 ])  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
-    acc_parts_ptr, m_parts_ptr, l_parts_ptr, out_ptr, lse_ptr,
+    acc_parts_ptr, m_parts_ptr, l_parts_ptr, capacity, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
     stride_slopes, stride_k_descale, stride_v_descale,
-    batches, seqlen_q, heads_k, group, seqlen_new, capacity, width, least, softmax_scale, unit, cap_in,
+    batches, seqlen_q, heads_k, group, seqlen_new, width, least, softmax_scale, unit, cap_in,
     window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -379,8 +379,8 @@ def decode_kernel(
     "window_right",
 ])  # fmt: skip
 def merge_kernel(
-    acc_parts_ptr, m_parts_ptr, l_parts_ptr, seqlens_ptr, leftpad_ptr, out_ptr, lse_ptr,
-    n_shares, batches, seqlen_q, heads_k, group, seqlen_new, capacity, width, least, window_left, window_right,
+    acc_parts_ptr, m_parts_ptr, l_parts_ptr, seqlens_ptr, leftpad_ptr, capacity, out_ptr, lse_ptr,
+    n_shares, batches, seqlen_q, heads_k, group, seqlen_new, width, least, window_left, window_right,
     DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,

@@ -148,7 +148,7 @@ class DecodeKernel(Launcher):
         arguments = (
             *tensors, *strides(q), *strides(k), *strides_v,
             *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
-            of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, of.seqlen_k, spec.width, spec.least,
+            of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width, spec.least,
             of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right,
             of.head_dim, of.head_dim_v,
             *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
@@ -169,7 +169,7 @@ class MergeKernel(Launcher):
         parts, dims = merge_tile(spec)
         arguments = (
             *tensors, spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new,
-            of.seqlen_k, spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims,
+            spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims,
             triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
             of.window_right >= 0, spec.early,
         )  # fmt: skip
@@ -210,10 +210,10 @@ def decode(call: CachedCall, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor
     out = torch.empty((of.batch, of.seqlen_q, of.heads_q, of.head_dim_v), dtype=q.dtype, device=device)
     lse = torch.empty((of.batch, of.heads_q, of.seqlen_q), dtype=torch.float32, device=device)
     inputs = (
-        dense_rows(q), cache.k, cache.v, cache.seqlens, cache.leftpad, cache.places, call.alibi_slopes, call.sinks,
-        cache.k_descale, cache.v_descale, *parts,
+        dense_rows(q), cache.k, cache.v, cache.lengths, cache.leftpad, cache.places, call.alibi_slopes, call.sinks,
+        cache.k_descale, cache.v_descale, *parts, cache.end,
     )  # fmt: skip
     DECODE(spec, inputs, (out, lse))
     if spec.merges:
-        MERGE(spec, (*parts, cache.seqlens, cache.leftpad), (out, lse))
+        MERGE(spec, (*parts, cache.lengths, cache.leftpad, cache.end), (out, lse))
     return out, lse
