@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from flashtile.backends.compiler import compiled_for
 from flashtile.backends.hopper.llvm_ir import for_roles
 from flashtile.backends.launcher import Launcher
-from flashtile.backends.triton import decode_config, decode_launch
+from flashtile.backends.triton import decode_launch
 from flashtile.backends.triton.append import APPEND, AppendSpec
 from flashtile.backends.triton.config import choose
 from flashtile.backends.triton.launch import Kernel
@@ -106,9 +106,7 @@ def cached_launches(
     """The launcher of each such kernel, what it prepares a launch for, and its tensors."""
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
-    slots, rows = 2 * spec.programs, decode_config.tile_m(of)
-    parts = empty(slots, rows, of.head_dim_v), empty(rows, slots), empty(rows, slots)
-    parts = parts if spec.merges else (None, None, None)
+    parts = empty(spec.numbers_of_parts) if spec.merges else None
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, end, descales = (cache.lengths, cache.leftpad), cache.end, (cache.k_descale, cache.v_descale)
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
@@ -116,9 +114,9 @@ def cached_launches(
     tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
     appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
     launches = [
-        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, end, out, lse)),
+        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, parts, end, out, lse)),
         (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, end, q)),
-        (decode_launch.MERGE, spec, (*parts, *lengths, end, out, lse)),
+        (decode_launch.MERGE, spec, (parts, *lengths, end, out, lse)),
     ]
     return launches if spec.merges else launches[:2]
 

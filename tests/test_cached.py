@@ -159,6 +159,82 @@ def test_queries_over_a_cache(layout, mask, new, terms, device, dtype, tolerance
         assert (lse[b].double() - wanted_lse).nan_to_num(0.0).abs().max() < tolerance * 4
 
 
+@pytest.fixture
+def prepared(monkeypatch):
+    """A call of numbers on a CPU, which are to be looked at each time, may run what was prepared for another."""
+    cached = importlib.import_module("flashtile.cached")
+    monkeypatch.setattr(cached, "_PREPARED", {})
+    monkeypatch.setattr(cached, "_may_be_prepared", lambda q: True)
+    return cached
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize(("layout", "mask", "new", "terms"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_call_like_one_before_is_not_checked_again(layout, mask, new, terms, device, prepared, monkeypatch):
+    """And does what it would do alone, with other numbers, in other memory."""
+    dtype = BF16 if device == "cuda" else FLOAT
+    stored = FP8 if terms.startswith("float8") or terms == "all at once" else None
+    settings = MASKS[mask] | {"rotary_interleaved": new == "turned", "return_softmax_lse": True}
+
+    def call(seed):
+        (_, k_cache, v_cache), arguments, _ = made(layout, dtype, stored)
+        torch.manual_seed(seed)
+        arguments |= {"q": normal(B, SQ, HQ, D, dtype=dtype), "k_cache": k_cache, "v_cache": v_cache}
+        arguments["cache_seqlens"] -= seed
+        if new != "nothing new":
+            arguments |= {name: normal(B, SQ, HK, n, dtype=dtype) for name, n in (("k", D), ("v", DV))}
+        if new.startswith("turned"):
+            arguments |= {name: torch.rand(CAPACITY, D // 4).to(dtype) for name in ("rotary_cos", "rotary_sin")}
+        arguments |= TERMS.get(terms, {})
+        arguments = {
+            name: x.contiguous().to(device, copy=True) if isinstance(x, torch.Tensor) else x
+            for name, x in arguments.items()
+        }
+        found = flash_attn_with_kvcache(**arguments, **settings)
+        return *found, arguments["k_cache"].float(), arguments["v_cache"].float()
+
+    alone = call(1)
+    if device == "cpu" and "alibi_slopes" in TERMS.get(terms, {}):  # there one sequence comes after the other
+        assert not prepared._PREPARED
+        return
+    prepared._PREPARED.clear()
+    call(0)
+    monkeypatch.setattr(prepared, "checked", None)
+    for found, wanted in zip(call(1), alone, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_length_for_all_is_checked_in_each_call(prepared):
+    (q, k_cache, v_cache), _, _ = made("in one piece", FLOAT)
+    new = normal(B, SQ, HK, D, dtype=FLOAT), normal(B, SQ, HK, DV, dtype=FLOAT)
+    for length in (3, 60):
+        flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=length)
+    assert len(prepared._PREPARED) == 1
+    before = k_cache.clone()
+    for length in (-1, 61):
+        with pytest.raises(ValueError, match=f"cache_seqlens: got {length}; want 0 to 60"):
+            flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=length)
+    assert torch.equal(k_cache, before)
+
+
+def test_what_was_prepared_serves_no_other_layout_and_nothing_that_is_copied_first(prepared):
+    (q, k_cache, v_cache), arguments, _ = made("rows", FLOAT)
+    rows, lengths = (arguments[name].contiguous() for name in ("cache_batch_idx", "cache_seqlens"))
+
+    def call(q, rows, window_size):
+        flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_batch_idx=rows, cache_seqlens=lengths, window_size=window_size
+        )
+        return len(prepared._PREPARED)
+
+    assert call(q, rows, (7, 2)) == call(q.clone(), rows.clone(), (7, 2)) == 1
+    assert call(q, arguments["cache_batch_idx"], (7, 2)) == 1  # every other number
+    assert call(q, rows, [7, 2]) == 1  # not hashable
+    assert call(q.transpose(1, 2).contiguous().transpose(1, 2), rows, (7, 2)) == 2
+    assert call(q, rows, (7, 3)) == 3
+    assert call(q, rows.long(), (7, 3)) == 4
+
+
 SHARING = [
     pytest.param("cpu", FLOAT, id="cpu"),
     pytest.param("cpu", FLOAT, id="triton-interpreted", marks=INTERPRETED),

@@ -7,23 +7,32 @@ Legend: B sequences, Sq queries and Sn new keys each; a cache is (rows, capacity
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from . import dispatch
+from . import dispatch, ops
 from . import spec as checks
+from .backends import Append, Decode
 from .cache import FP8, Cache, CachedCall, Rotary
 from .merge import with_sinks
 from .spec import AttentionSpec
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What came to flash_attn_with_kvcache beside q, the caches, k and v; see there."""
+class Arguments(NamedTuple):
+    """The tensors that came to flash_attn_with_kvcache, and cache_seqlens; see there."""
 
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
     cache_seqlens: int | Tensor | None
     cache_batch_idx: Tensor | None
     cache_leftpad: Tensor | None
@@ -34,13 +43,113 @@ class Arguments:
     v_descale: Tensor | None
 
 
-def checked(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, given: Arguments, settings: tuple
-) -> CachedCall:
-    """The call, or the error that names what is wrong; nothing is written before this returns.
+class Settings(NamedTuple):
+    """What else came."""
 
-    settings: (softmax_scale, window_left, window_right, softcap), checked.
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    rotary_interleaved: bool
+    num_splits: int
+    backend: str | None
+
+
+class Prepared(NamedTuple):
+    """What runs a call over a cache, and others of the same `_layout`, for which nothing is looked up again."""
+
+    spec: AttentionSpec
+    seqlen_new: int
+    interleaved: bool
+    append: Append | None  # None: nothing is new
+    decode: Decode
+
+    def attention(self, given: Arguments) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a call like the one that this was prepared for; ValueError where its cache_seqlens is wrong."""
+        batch, heads_q, heads_k = self.spec.batch, self.spec.heads_q, self.spec.heads_k
+        cache = Cache(
+            given.k_cache, given.v_cache, given.cache_batch_idx, given.block_table, given.cache_seqlens,
+            given.cache_leftpad, self.seqlen_new,
+            *(x if x is None else x.expand(batch, heads_k) for x in (given.k_descale, given.v_descale)),
+        )  # fmt: skip
+        if isinstance(cache.seqlens, int):
+            _check_length(cache.seqlens, cache)
+        slopes = given.alibi_slopes
+        call = CachedCall(self.spec, cache, slopes if slopes is None else slopes.expand(batch, heads_q), given.sinks)
+        rotary = None
+        if given.rotary_cos is not None and given.rotary_sin is not None:
+            rotary = Rotary(given.rotary_cos, given.rotary_sin, self.interleaved)
+        return self.run(call, given, rotary)
+
+    def run(self, call: CachedCall, given: Arguments, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a checked call."""
+        q = given.q if self.append is None else self.append(call, given.q, given.k, given.v, rotary)
+        return self.decode(call, q)
+
+
+_PREPARED: dict[tuple | None, Prepared] = {}
+_MOST_PREPARED = 4096
+
+
+def attention(given: Arguments, settings: Settings) -> tuple[Tensor, Tensor]:
+    """(out, lse) of each sequence's queries over its keys and the new ones, which are written into the cache first.
+
+    TypeError or ValueError where an argument is wrong, or the backend asked for cannot take the call; nothing is
+    written then.
     """
+    try:
+        key = _layout(given, settings) if _may_be_prepared(given.q) else None
+        prepared = _PREPARED.get(key)
+    except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
+        key = prepared = None
+    if prepared is not None:
+        return prepared.attention(given)
+    with torch.no_grad():
+        call, rotary = checked(given, settings)
+        prepared = _prepared(call, given, rotary, settings)
+        if prepared is None:
+            return _one_after_the_other(call, given, rotary, settings.backend)
+        if key is not None and _is_read_as_given(call, given):
+            if len(_PREPARED) >= _MOST_PREPARED:
+                _PREPARED.clear()
+            _PREPARED[key] = prepared
+        return prepared.run(call, given, rotary)
+
+
+def _may_be_prepared(q: Tensor) -> bool:
+    """Whether a call is on a GPU, where numbers in tensors are not looked at, and nothing looks on."""
+    return isinstance(q, Tensor) and q.is_cuda and not ops.is_observed()
+
+
+def _layout(given: Arguments, settings: Settings) -> tuple | None:
+    """What is the same in calls that differ in nothing but addresses, numbers in tensors and a length for all.
+
+    None where an argument is of a kind that is not known to have an address, or is wrong.
+    """
+    key: list[Any] = [settings]
+    for x in given:
+        if type(x) is Tensor or type(x) is Parameter:
+            key.append((x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15, x.dtype, x.device))
+        elif x is None or type(x) is int:
+            key.append(type(x))
+        else:
+            return None
+    return tuple(key)
+
+
+def _is_read_as_given(call: CachedCall, given: Arguments) -> bool:
+    """Whether no index, scale or sink was copied to be dense."""
+    return all(not isinstance(x, Tensor) or _dense(x) is x for x in given[7:])
+
+
+def checked(given: Arguments, settings: Settings) -> tuple[CachedCall, Rotary | None]:
+    """The call, or the error that names what is wrong; nothing is written before this returns."""
+    q, k_cache, v_cache, k, v = given[:5]
+    checks.check_splits(settings.num_splits)
+    dispatch.check_backend(settings.backend)
+    checks.check_like("q", q, q)
+    window = checks.mask_window(settings.causal, settings.window_size)
+    scale, softcap = checks.checked_scale(settings.softmax_scale, q.shape[3]), checks.checked_softcap(settings.softcap)
     _check_caches(q, k_cache, v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"k, v: got {'only v' if k is None else 'only k'}; want both or neither")
@@ -50,24 +159,28 @@ def checked(
         _per_head(name, scales, batch, heads_k, k_cache)
         for name, scales in (("k_descale", given.k_descale), ("v_descale", given.v_descale))
     ]
-    rows, table, leftpad = map(_dense, (given.cache_batch_idx, given.block_table, given.cache_leftpad))
-    cache = Cache(k_cache, v_cache, rows, table, None, leftpad, 0, *descales)
+    rows, table = (None if x is None else _dense(x) for x in (given.cache_batch_idx, given.block_table))
+    cache = Cache(k_cache, v_cache, rows, table, None, None, 0, *descales)
     if k is not None and v is not None:
         _check_new(q, k, v, cache)
         cache = replace(cache, seqlen_new=k.shape[1])
     cache = replace(cache, seqlens=_lengths(given.cache_seqlens, batch, cache))
-    if cache.leftpad is not None:
-        _check_leftpad(cache.leftpad, batch, cache)
-    if given.sinks is not None:
-        checks.check_numbers("sinks", given.sinks, ((heads_q,),), (torch.float32, q.dtype), device)
-    slopes = given.alibi_slopes
+    leftpad, sinks, slopes = given.cache_leftpad, given.sinks, given.alibi_slopes
+    if leftpad is not None:
+        _check_leftpad(leftpad, batch, cache)
+        cache = replace(cache, leftpad=_dense(leftpad))
+    if sinks is not None:
+        checks.check_numbers("sinks", sinks, ((heads_q,),), (torch.float32, q.dtype), device)
+        sinks = _dense(sinks)
     if slopes is not None:
         checks.check_numbers("alibi_slopes", slopes, ((heads_q,), (batch, heads_q)), (torch.float32,), device)
-        slopes = slopes.contiguous().expand(batch, heads_q)
+        slopes = _dense(slopes).expand(batch, heads_q)
     spec = AttentionSpec(
-        batch, q.shape[1], cache.capacity, heads_q, heads_k, q.shape[3], v_cache.shape[3], q.dtype, *settings
-    )
-    return CachedCall(spec, cache, slopes, _dense(given.sinks))
+        batch, q.shape[1], cache.capacity, heads_q, heads_k, q.shape[3], v_cache.shape[3], q.dtype, scale, *window,
+        softcap,
+    )  # fmt: skip
+    call = CachedCall(spec, cache, slopes, sinks)
+    return call, _checked_rotary(call, given, settings.rotary_interleaved)
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -118,13 +231,17 @@ def _lengths(cache_seqlens: int | Tensor | None, batch: int, cache: Cache) -> Te
     if cache_seqlens is None:
         return None
     if isinstance(cache_seqlens, int):
-        room = cache.capacity - cache.seqlen_new
-        if not 0 <= cache_seqlens <= room:
-            raise ValueError(f"cache_seqlens: got {cache_seqlens}; want 0 to {room}{_why(cache)}")
+        _check_length(cache_seqlens, cache)
         return cache_seqlens
     end = cache.capacity - cache.seqlen_new + 1
     checks.check_index("cache_seqlens", cache_seqlens, (batch,), end, cache.k.device, _why(cache))
-    return cache_seqlens.contiguous()
+    return _dense(cache_seqlens)
+
+
+def _check_length(length: int, cache: Cache) -> None:
+    room = cache.capacity - cache.seqlen_new
+    if not 0 <= length <= room:
+        raise ValueError(f"cache_seqlens: got {length}; want 0 to {room}{_why(cache)}")
 
 
 def _why(cache: Cache) -> str:
@@ -149,17 +266,16 @@ def _per_head(name: str, scales: Tensor | None, batch: int, heads_k: int, cache:
     checks.check_numbers(name, scales, ((heads_k,), (batch, heads_k)), (torch.float32,), cache.device)
     if cache.device.type == "cpu" and not bool((scales > 0).all()):
         raise ValueError(f"{name}: got scales from {scales.min().item()}; want positive ones")
-    return scales.contiguous().expand(batch, heads_k)
+    return _dense(scales).expand(batch, heads_k)
 
 
-def _dense(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def checked_rotary(
-    call: CachedCall, q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool
-) -> Rotary | None:
+def _checked_rotary(call: CachedCall, given: Arguments, interleaved: bool) -> Rotary | None:
     """The rotary tables, None where there are none, or the error that names what is wrong."""
+    q, k, cos, sin = given.q, given.k, given.rotary_cos, given.rotary_sin
     checks.check_flag("rotary_interleaved", interleaved)
     if cos is None and sin is None:
         return None
@@ -174,25 +290,14 @@ def checked_rotary(
     return Rotary(cos, sin, interleaved)
 
 
-def run(
-    call: CachedCall, q: Tensor, k: Tensor | None, v: Tensor | None, rotary: Rotary | None, num_splits: int,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of each sequence's queries over its keys and the new ones, which are written into the cache first.
-
-    ValueError where the backend asked for cannot take the call; nothing is written then.
-    """
-    decoding = dispatch.decoder(call, q.device, backend)
-    if decoding is not None:
-        if k is not None and v is not None:
-            q = decoding.append(call, q, k, v, rotary)
-        return decoding.decode(call, q, num_splits)
-    first, end = call.cache.spans(len(q))
-    spans = list(zip(first.tolist(), end.tolist(), strict=True))
-    forwards = [_forward_of(call, sequence, n - f, q.device, backend) for sequence, (f, n) in enumerate(spans)]
-    if k is not None and v is not None:
-        q = call.append(q, k, v, rotary)
-    return _one_after_the_other(call, q, spans, forwards)
+def _prepared(call: CachedCall, given: Arguments, rotary: Rotary | None, settings: Settings) -> Prepared | None:
+    """By the backend that takes calls like this one as a whole; None where none does."""
+    decoding = dispatch.decoder(call, given.q.device, settings.backend)
+    if decoding is None:
+        return None
+    append = None if given.k is None else decoding.append_like(call, given.q, given.k, given.v, rotary)
+    decode = decoding.decode_like(call, given.q, settings.num_splits)
+    return Prepared(call.spec, call.cache.seqlen_new, settings.rotary_interleaved, append, decode)
 
 
 def _forward_of(
@@ -208,8 +313,14 @@ def _forward_of(
 
 
 def _one_after_the_other(
-    call: CachedCall, q: Tensor, spans: list[tuple[int, int]], forwards: list
+    call: CachedCall, given: Arguments, rotary: Rotary | None, backend: str | None
 ) -> tuple[Tensor, Tensor]:
+    q = given.q
+    first, end = call.cache.spans(len(q))
+    spans = list(zip(first.tolist(), end.tolist(), strict=True))
+    forwards = [_forward_of(call, sequence, n - f, q.device, backend) for sequence, (f, n) in enumerate(spans)]
+    if given.k is not None and given.v is not None:
+        q = call.append(q, given.k, given.v, rotary)
     outs = [q.new_empty(0, *q.shape[1:3], call.spec.head_dim_v)]
     lses = [q.new_empty(0, q.shape[2], q.shape[1], dtype=call.spec.lse_dtype)]
     for sequence, ((first, end), forward) in enumerate(zip(spans, forwards, strict=True)):

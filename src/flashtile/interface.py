@@ -190,18 +190,12 @@ def flash_attn_with_kvcache(
             tensors on a GPU are not looked at, so that a call may be captured in a CUDA graph: there new keys that do
             not fit are not written, keys past the cache are not read, and pages past it are the caller's to avoid.
     """
-    spec.check_splits(num_splits)
-    dispatch.check_backend(backend)
-    spec.check_like("q", q, q)
-    window_left, window_right = spec.mask_window(causal, window_size)
-    settings = spec.checked_scale(softmax_scale, q.shape[3]), window_left, window_right, spec.checked_softcap(softcap)
     given = cached.Arguments(
-        cache_seqlens, cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sinks, k_descale, v_descale
-    )
-    call = cached.checked(q, k_cache, v_cache, k, v, given, settings)
-    rotary = cached.checked_rotary(call, q, k, rotary_cos, rotary_sin, rotary_interleaved)
-    with torch.no_grad():
-        out, lse = cached.run(call, q, k, v, rotary, num_splits, backend)
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, sinks, k_descale, v_descale,
+    )  # fmt: skip
+    settings = cached.Settings(softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, backend)
+    out, lse = cached.attention(given, settings)
     return (out, lse) if return_softmax_lse else out
 
 

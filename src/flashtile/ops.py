@@ -33,13 +33,20 @@ def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
     A plain eager call gains nothing from the op, and takes a third of its host time without.
     """
     return (
-        torch.compiler.is_compiling()
+        is_observed()
         or not (type(q) is type(k) is type(v) is Tensor)
+        or forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
+    )
+
+
+def is_observed() -> bool:
+    """Whether something traces, transforms or watches what is called."""
+    return (
+        torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
         or torch._C._is_tracing()
-        or torch._C._is_any_autocast_enabled()
     )
 
 

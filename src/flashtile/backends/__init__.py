@@ -3,8 +3,9 @@
     supports(spec, device)                             -> None, or the reason why it cannot take the spec there
     forward(spec, q, k, v)                             -> out, lse
     forward_like(spec, q, k, v)                        -> f(q, k, v) for tensors that lie like these, or None (optional)
-    append(call, q, k, v, rotary)                      -> q turned; k, turned, and v are in the cache then
-    decode(call, q, num_splits)                        -> out, lse of a CachedCall (optional, as are its neighbours)
+    append_like(call, q, k, v, rotary)                 -> f(call, q, k, v, rotary) -> q turned, for calls like this
+                                                          one; k, turned, and v are in the cache then
+    decode_like(call, q, num_splits)                   -> f(call, q) -> out, lse (optional, as are its neighbours)
     passes_over(call)                                  -> None, or why it leaves a CachedCall to `forward`
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
     backward_like(spec, dout, dlse, q, k, v, out, lse) -> f of tensors that lie like these, or None (optional)
@@ -25,3 +26,9 @@ Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """backward(dout, dlse, q, k, v, out, lse) -> (dq, dk, dv)"""
+
+Append = Callable[..., Tensor]
+"""append(call, q, k, v, rotary) -> q, turned"""
+
+Decode = Callable[..., tuple[Tensor, Tensor]]
+"""decode(call, q) -> (out, lse)"""

@@ -24,7 +24,10 @@ from . import Backward, Forward
 from .compiler import compiled_for, lies_near
 
 Run = Callable[..., None]
-"""run(*tensors): launches on the current stream of the tensors' device."""
+"""run(*inputs, *outputs): launches on the current stream of the tensors' device."""
+
+Inputs = tuple[Tensor | int | None, ...]
+"""What a kernel reads, and numbers that are others in each call."""
 
 MAX_REMEMBERED = 4096  # problems per kernel; each costs a few kilobytes
 
@@ -72,7 +75,7 @@ class Launcher(ABC):
     def prepare(self, spec: Any, tensors: tuple) -> Run:
         """The launch for tensors that lie like these (some may be None), on their device, which is current."""
 
-    def run_for(self, spec: Any, inputs: tuple[Tensor | int | None, ...], outputs: tuple[Tensor, ...]) -> Run:
+    def run_for(self, spec: Any, inputs: Inputs, outputs: tuple[Tensor, ...]) -> Run:
         """run(*inputs, *outputs) for tensors that lie like these, and other numbers.
 
         `outputs` are fresh, their layouts a function of the spec and the inputs' layouts.
@@ -90,24 +93,23 @@ class Launcher(ABC):
                 run = self._runs[key] = self.prepare(spec, (*inputs, *outputs))
         return run
 
-    def __call__(self, spec: Any, inputs: tuple[Tensor | int | None, ...], outputs: tuple[Tensor, ...]) -> None:
+    def __call__(self, spec: Any, inputs: Inputs, outputs: tuple[Tensor, ...]) -> None:
         """Runs on the current stream of the tensors' device."""
         self.run_for(spec, inputs, outputs)(*inputs, *outputs)
 
 
 def forward_pass(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), contiguous, of a kernel that writes them from q, k and v."""
-    out, lse = _results(spec, q.device)
+    out, lse = results_of(spec, q.device)
     launcher(spec, (q, k, v), (out, lse))
     return out, lse
 
 
 def forward_pass_like(launcher: Launcher, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward:
     """`forward_pass` for tensors that lie like these: with nothing left to look up, for the sake of small calls."""
-    out_like, lse_like = results = _results(spec, q.device)
+    out_like, lse_like = results = results_of(spec, q.device)
     run = launcher.run_for(spec, (q, k, v), results)
-    for x in results:
-        x.untyped_storage().resize_(0)  # what stays is how they lie, which the host asks for faster than by numbers
+    empty_out(*results)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(out_like), torch.empty_like(lse_like)
@@ -144,10 +146,18 @@ def backward_pass_like(
     return backward
 
 
-def _results(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+def results_of(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), not yet written."""
     out = torch.empty((spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v), dtype=spec.dtype, device=device)
     lse = torch.empty((spec.batch, spec.heads_q, spec.seqlen_q), dtype=torch.float32, device=device)
     return out, lse
+
+
+def empty_out(*tensors: Tensor | None) -> None:
+    """Frees the memory of tensors: what stays is how they lie, which the host asks for faster than by numbers."""
+    for x in tensors:
+        if x is not None:
+            x.untyped_storage().resize_(0)
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...cache import CachedCall, Rotary
 from ...merge import with_sinks
 from ...spec import AttentionSpec
+from .. import Append, Decode
 from .forward import DECODING_ROWS
 from .tile import by_key_head
 
@@ -39,13 +40,18 @@ def passes_over(call: CachedCall) -> str | None:
     return None
 
 
-def append(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Tensor:
-    """Writes the new keys, turned, into the cache; returns the queries, turned."""
-    return call.append(q, k, v, rotary)
+def append_like(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Append:
+    """append(call, q, k, v, rotary): writes the new keys, turned, into the cache; returns the queries, turned."""
+    return CachedCall.append
 
 
-def decode(call: CachedCall, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq); num_splits is for programs, of which there are none."""
+def decode_like(call: CachedCall, q: Tensor, num_splits: int) -> Decode:
+    """`_decode`; num_splits is for programs, of which there are none."""
+    return _decode
+
+
+def _decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq)."""
     spec, cache, exact = call.spec, call.cache, call.spec.lse_dtype
     first, end = cache.spans(spec.batch)
     n_keys = end - first

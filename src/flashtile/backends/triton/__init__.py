@@ -20,13 +20,14 @@ _INTERPRETED = env.triton_interpret()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 if _INSTALLED:
-    from .append import append
+    from .append import append_like
     from .backward import backward, backward_like
-    from .decode_launch import decode, passes_over
+    from .decode_launch import decode_like, passes_over
     from .forward import forward, forward_like
 
 __all__ = [
-    "append", "backward", "backward_like", "decode", "forward", "forward_like", "passes_over", "plan", "supports",
+    "append_like", "backward", "backward_like", "decode_like", "forward", "forward_like", "passes_over", "plan",
+    "supports",
 ]  # fmt: skip
 
 

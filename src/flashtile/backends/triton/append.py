@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...cache import FP8, FP8_MAX, CachedCall, Rotary
 from ...spec import AttentionSpec
-from ..launcher import Launcher, Run, prepared
+from .. import Append
+from ..launcher import Inputs, Launcher, Run, empty_out, prepared
 from .decode import page_of_keys
 from .launch import dense_rows, strides
 
@@ -161,19 +162,34 @@ class AppendKernel(Launcher):
 APPEND = AppendKernel()
 
 
-def append(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Tensor:
-    """Writes the new keys, turned, into the cache; returns the queries, turned: q itself where there is no rotary."""
+def append_like(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Append:
+    """append(call, q, k, v, rotary) for calls like this one: writes the new keys, turned, into the cache; returns the
+    queries, turned: q itself where there is no rotary.
+    """
     cache = call.cache
-    of = AppendSpec(
+    spec = AppendSpec(
         call.spec, cache.page_size, cache.seqlen_new, 0 if rotary is None else rotary.cos.shape[1],
         rotary is not None and rotary.interleaved, cache.k.dtype == FP8,
     )  # fmt: skip
+    turned_like = None if rotary is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q = dense_rows(q)
-    turned = q if rotary is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    run = APPEND.run_for(spec, _inputs(call, q, k, v, rotary), (q if turned_like is None else turned_like,))
+    empty_out(turned_like)
+
+    def append(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Tensor:
+        q = dense_rows(q)
+        turned = q if turned_like is None else torch.empty_like(turned_like)
+        run(*_inputs(call, q, k, v, rotary), turned)
+        return turned
+
+    return append
+
+
+def _inputs(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Inputs:
+    """What `append_kernel` reads, and the cache."""
+    cache = call.cache
     tables = (None, None) if rotary is None else (dense_rows(rotary.cos), dense_rows(rotary.sin))
-    inputs = (
+    return (
         q, dense_rows(k), dense_rows(v), cache.k, cache.v, cache.lengths, cache.leftpad, cache.places, *tables,
         cache.k_descale, cache.v_descale, cache.end,
     )  # fmt: skip
-    APPEND(of, inputs, (turned,))
-    return turned

@@ -127,6 +127,13 @@ def normalized(acc, m, l):
 
 
 @triton.jit
+def sums_of_parts(parts_ptr, programs, TILE_M: tl.constexpr, DV: tl.constexpr):
+    """Where m and l of the parts lie, (TILE_M, 2 * programs) each, behind their acc, (2 * programs, TILE_M, DV)."""
+    rows = 2 * TILE_M * programs.to(tl.int64)
+    return parts_ptr + rows * DV, parts_ptr + rows * (DV + 1)
+
+
+@triton.jit
 def head_of_task(task, m_blocks):
     """(key head, block of rows): no division where a head has one block."""
     head_k = task
@@ -184,7 +191,7 @@ def queries_of_task(
 ])  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
-    acc_parts_ptr, m_parts_ptr, l_parts_ptr, capacity, out_ptr, lse_ptr,
+    parts_ptr, capacity, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
     stride_slopes, stride_k_descale, stride_v_descale,
     batches, seqlen_q, heads_k, group, seqlen_new, width, least, softmax_scale, unit, cap_in,
@@ -336,7 +343,7 @@ def decode_kernel(
                 sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
                 sink = tl.where(begin == 0, sink, float("-inf"))  # in one part of a task
                 acc_end, m_end, l_end = with_sink(acc_end, m_end, l_end, sink)
-            if acc_parts_ptr is None or (ends & (begin == 0)):
+            if parts_ptr is None or (ends & (begin == 0)):
                 _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
                 stored = here[:, None] & (dims_v < DV)[None, :]
                 out, lse = normalized(acc_end, m_end[:, None], l_end[:, None])
@@ -349,8 +356,9 @@ def decode_kernel(
                 here = row < seqlen_q * group - m_block * TILE_M
                 stored = here[:, None] & (dims_v < DV)[None, :]
                 slot = (2 * (line * n_shares + rank) + (begin == 0)).to(tl.int64)
+                m_parts_ptr, l_parts_ptr = sums_of_parts(parts_ptr, tl.num_programs(0), TILE_M, DV)
                 acc_at = slot * (TILE_M * DV)
-                tl.store(acc_parts_ptr + acc_at + (row[:, None] * DV + dims_v[None, :]), acc_end, stored)
+                tl.store(parts_ptr + acc_at + (row[:, None] * DV + dims_v[None, :]), acc_end, stored)
                 row_at = row.to(tl.int64) * (2 * tl.num_programs(0)) + slot
                 tl.store(m_parts_ptr + row_at, m_end, here)
                 tl.store(l_parts_ptr + row_at, l_end, here)
@@ -379,7 +387,7 @@ def decode_kernel(
     "window_right",
 ])  # fmt: skip
 def merge_kernel(
-    acc_parts_ptr, m_parts_ptr, l_parts_ptr, seqlens_ptr, leftpad_ptr, capacity, out_ptr, lse_ptr,
+    parts_ptr, seqlens_ptr, leftpad_ptr, capacity, out_ptr, lse_ptr,
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, width, least, window_left, window_right,
     DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -430,7 +438,8 @@ def merge_kernel(
         return
     row %= TILE_M
     first_slot = 2 * (task % width * n_shares + first_share)
-    acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
+    m_parts_ptr, l_parts_ptr = sums_of_parts(parts_ptr, n_shares * width, TILE_M, DV)
+    acc_ptr = parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
     row_at = row.to(tl.int64) * (2 * n_shares * width) + first_slot
     out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
     acc = tl.zeros([DIMS], tl.float32)

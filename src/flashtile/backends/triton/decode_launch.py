@@ -12,7 +12,8 @@ from torch import Tensor
 from ...arch import arch_of
 from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
-from ..launcher import Launcher, Run, prepared
+from .. import Decode
+from ..launcher import Inputs, Launcher, Run, empty_out, prepared, results_of
 from .decode import decode_kernel, merge_kernel
 from .decode_config import (
     MOST_KEYS,
@@ -51,6 +52,11 @@ class DecodeSpec(NamedTuple):
     @property
     def tasks(self) -> int:
         return tasks_of(self.attention)
+
+    @property
+    def numbers_of_parts(self) -> int:
+        """float32: of two parts that a program may leave, for each row Dv of its output, a maximum and a sum."""
+        return 2 * self.programs * tile_m(self.attention) * (self.attention.head_dim_v + 2)
 
     @property
     def early(self) -> bool:
@@ -195,25 +201,39 @@ def passes_over(call: CachedCall) -> str | None:
     return None
 
 
-def decode(call: CachedCall, q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, Hq, Dv) and lse (B, Hq, Sq), by Flash-Decoding; num_splits: see `decode_spec`."""
-    of, cache, device = call.spec, call.cache, q.device
+def decode_like(call: CachedCall, q: Tensor, num_splits: int) -> Decode:
+    """decode(call, q) for calls like this one: out and lse, by Flash-Decoding; num_splits: see `decode_spec`."""
+    of, device = call.spec, q.device
     arch = arch_of(device)
     assert arch is not None, "a tensor on a GPU, and no GPU"
     multiprocessors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
     spec = decode_spec(call, num_splits, arch, multiprocessors)
-    parts: tuple[Tensor | None, ...] = (None, None, None)
-    if spec.merges:
-        slots, rows = 2 * spec.programs, tile_m(of)
-        acc = torch.empty((slots, rows, of.head_dim_v), dtype=torch.float32, device=device)
-        parts = acc, *torch.empty((2, rows, slots), dtype=torch.float32, device=device)
-    out = torch.empty((of.batch, of.seqlen_q, of.heads_q, of.head_dim_v), dtype=q.dtype, device=device)
-    lse = torch.empty((of.batch, of.heads_q, of.seqlen_q), dtype=torch.float32, device=device)
-    inputs = (
+    out_like, lse_like = results = results_of(of, device)
+    parts_like = torch.empty(spec.numbers_of_parts, dtype=torch.float32, device=device) if spec.merges else None
+    run = DECODE.run_for(spec, _inputs(call, q, parts_like), results)
+    merge = MERGE.run_for(spec, _merged(call, parts_like), results) if spec.merges else None
+    empty_out(*results, parts_like)
+
+    def decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(out_like), torch.empty_like(lse_like)
+        parts = None if parts_like is None else torch.empty_like(parts_like)
+        run(*_inputs(call, q, parts), out, lse)
+        if merge is not None:
+            merge(*_merged(call, parts), out, lse)
+        return out, lse
+
+    return decode
+
+
+def _inputs(call: CachedCall, q: Tensor, parts: Tensor | None) -> Inputs:
+    """What `decode_kernel` reads, and the parts."""
+    cache = call.cache
+    return (
         dense_rows(q), cache.k, cache.v, cache.lengths, cache.leftpad, cache.places, call.alibi_slopes, call.sinks,
-        cache.k_descale, cache.v_descale, *parts, cache.end,
+        cache.k_descale, cache.v_descale, parts, cache.end,
     )  # fmt: skip
-    DECODE(spec, inputs, (out, lse))
-    if spec.merges:
-        MERGE(spec, (*parts, cache.lengths, cache.leftpad, cache.end), (out, lse))
-    return out, lse
+
+
+def _merged(call: CachedCall, parts: Tensor | None) -> Inputs:
+    """What `merge_kernel` reads."""
+    return parts, call.cache.lengths, call.cache.leftpad, call.cache.end
