@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashtile import flash_attn_with_kvcache
+from flashtile import cached, flash_attn_with_kvcache
 from flashtile.backends.triton import decode_launch
 from flashtile.bench.report import atomically, describe_machine
 from flashtile.bench.timing import copy_bytes
@@ -37,7 +37,7 @@ BUDGET = 0.02  # of the largest |out|: a few roundings of bfloat16, which is wha
 BIG = 256 << 20  # bytes of K and V from which on the bandwidth counts, not the launches
 ROUND_MS = 6
 NOT_MERGED = "flashtile, not merged"
-NO_LENGTHS = "flashtile, no lengths"
+NO_LENGTHS, ONE_LENGTH = "flashtile, no lengths", "flashtile, one length"
 Caches = dict[torch.dtype, tuple[Tensor, Tensor]]
 Provider = Callable[["Step"], Tensor]
 
@@ -84,10 +84,11 @@ class Point:
     @property
     def providers(self) -> dict[str, Provider]:
         """PyTorch's own have neither lengths, pages, scales nor a mask aligned to the bottom right: beside them stands
-        what ours takes without lengths too.
+        what ours takes without lengths, and with one for all sequences, too.
         """
         plain = self == Point(self.batch, self.heads_q, self.heads_k, self.seqlen, dim=self.dim)
-        return {"flashtile": ours} | ({NO_LENGTHS: without_lengths} | PYTORCH if plain else {}) | LIBRARIES
+        alike = {NO_LENGTHS: without_lengths, ONE_LENGTH: with_one_length}
+        return {"flashtile": ours} | (alike | PYTORCH if plain else {}) | LIBRARIES
 
 
 RAGGED, LARGE, MANY = Point(64, 32, 8, 65536, ragged=True), Point(8, 32, 8, 32768), Point(64, 32, 8, 4096)
@@ -158,9 +159,14 @@ def without_lengths(step: Step) -> Tensor:
     return flash_attn_with_kvcache(step.q, step.k, step.v)
 
 
+def with_one_length(step: Step) -> Tensor:
+    """All keys of the cache are read, as many of each sequence as the call says."""
+    return flash_attn_with_kvcache(step.q, step.k, step.v, cache_seqlens=step.k.shape[1])
+
+
 def not_merged(step: Step) -> Tensor:
     """The decode kernel alone: what merging costs is what this leaves out. Its result is none."""
-    with mock.patch.object(decode_launch, "MERGE"):
+    with mock.patch.object(decode_launch, "MERGE"), mock.patch.dict(cached.PREPARED, clear=True):
         return ours(step)
 
 

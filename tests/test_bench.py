@@ -7,6 +7,7 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -148,7 +149,8 @@ def test_host_times_are_of_the_mask_that_the_case_names(monkeypatch):
         sdpa = recorded("sdpa", "is_causal", module.scaled_dot_product_attention)
         monkeypatch.setattr(module, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(host, "_graph", lambda call: SimpleNamespace(replay=call))
-    monkeypatch.setattr(host, "_us", lambda call, device, calls=1: call() or 1.0)
+    monkeypatch.setattr(host, "_us", lambda call, device, calls=1: (call(), 1.0)[1])
+    monkeypatch.setattr(host, "_decode_steps", lambda device: {})
     for causal in (False, True):
         monkeypatch.setattr(host, "CASES", (Case.square(1, 32, 2, 16, causal, "float32"),))
         for masks in asked.values():
@@ -156,6 +158,15 @@ def test_host_times_are_of_the_mask_that_the_case_names(monkeypatch):
         times = host.measure(torch.device("cpu"), 1)
         assert [time.provider for time in times] == ["flashtile", "sdpa", "sdpa, transposed"]
         assert asked == {"flashtile": [causal] * 3, "sdpa": [causal] * 6}
+
+
+def test_decode_steps_whose_host_time_is_measured_are_the_same(monkeypatch):
+    monkeypatch.setattr(host, "DECODING", (2, 40, 4, 2, 16))
+    steps = {name: step() for name, step in host._decode_steps(CPU).items()}
+    close = partial(torch.testing.assert_close, rtol=0, atol=2e-2)
+    close(steps["flashtile"], steps["sdpa"].transpose(1, 2))
+    close(steps["flashtile, new keys"], steps["sdpa, new keys"].transpose(1, 2))
+    assert (steps["flashtile, lengths"] - steps["flashtile"]).abs().max() > 2e-2
 
 
 def test_matrix_products_of_as_many_flops_as_a_case(monkeypatch):

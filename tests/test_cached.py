@@ -163,7 +163,7 @@ def test_queries_over_a_cache(layout, mask, new, terms, device, dtype, tolerance
 def prepared(monkeypatch):
     """A call of numbers on a CPU, which are to be looked at each time, may run what was prepared for another."""
     cached = importlib.import_module("flashtile.cached")
-    monkeypatch.setattr(cached, "_PREPARED", {})
+    monkeypatch.setattr(cached, "PREPARED", {})
     monkeypatch.setattr(cached, "_may_be_prepared", lambda q: True)
     return cached
 
@@ -195,9 +195,9 @@ def test_a_call_like_one_before_is_not_checked_again(layout, mask, new, terms, d
 
     alone = call(1)
     if device == "cpu" and "alibi_slopes" in TERMS.get(terms, {}):  # there one sequence comes after the other
-        assert not prepared._PREPARED
+        assert not prepared.PREPARED
         return
-    prepared._PREPARED.clear()
+    prepared.PREPARED.clear()
     call(0)
     monkeypatch.setattr(prepared, "checked", None)
     for found, wanted in zip(call(1), alone, strict=True):
@@ -209,7 +209,7 @@ def test_a_length_for_all_is_checked_in_each_call(prepared):
     new = normal(B, SQ, HK, D, dtype=FLOAT), normal(B, SQ, HK, DV, dtype=FLOAT)
     for length in (3, 60):
         flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=length)
-    assert len(prepared._PREPARED) == 1
+    assert len(prepared.PREPARED) == 1
     before = k_cache.clone()
     for length in (-1, 61):
         with pytest.raises(ValueError, match=f"cache_seqlens: got {length}; want 0 to 60"):
@@ -225,7 +225,7 @@ def test_what_was_prepared_serves_no_other_layout_and_nothing_that_is_copied_fir
         flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_batch_idx=rows, cache_seqlens=lengths, window_size=window_size
         )
-        return len(prepared._PREPARED)
+        return len(prepared.PREPARED)
 
     assert call(q, rows, (7, 2)) == call(q.clone(), rows.clone(), (7, 2)) == 1
     assert call(q, arguments["cache_batch_idx"], (7, 2)) == 1  # every other number

@@ -120,8 +120,9 @@ def test_host_times_need_a_gpu():
 def test_host_times_of_small_calls(tmp_path):
     text = call("bench", "host", "--rounds", 1, "--output", tmp_path / "host.json")
     rows = json.loads((tmp_path / "host.json").read_text())["rows"]
-    assert {row["provider"] for row in rows} == {"flashtile", "sdpa", "sdpa, transposed"}
-    assert all(row["graph_us"] > 0 and row["step_us"] > row["host_us"] > 0 for row in rows)
+    assert {"flashtile", "flashtile, new keys", "sdpa", "sdpa, transposed"} < {row["provider"] for row in rows}
+    assert all(row["graph_us"] > 0 and row["host_us"] > 0 for row in rows)
+    assert all(row["step_us"] > row["host_us"] for row in rows if not row["case"].startswith("decode"))
     assert "CUDA graph" in text
 
 

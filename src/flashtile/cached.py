@@ -87,7 +87,8 @@ class Prepared(NamedTuple):
         return self.decode(call, q)
 
 
-_PREPARED: dict[tuple | None, Prepared] = {}
+PREPARED: dict[tuple | None, Prepared] = {}
+"""By `_layout`."""
 _MOST_PREPARED = 4096
 
 
@@ -99,7 +100,7 @@ def attention(given: Arguments, settings: Settings) -> tuple[Tensor, Tensor]:
     """
     try:
         key = _layout(given, settings) if _may_be_prepared(given.q) else None
-        prepared = _PREPARED.get(key)
+        prepared = PREPARED.get(key)
     except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
         key = prepared = None
     if prepared is not None:
@@ -110,9 +111,9 @@ def attention(given: Arguments, settings: Settings) -> tuple[Tensor, Tensor]:
         if prepared is None:
             return _one_after_the_other(call, given, rotary, settings.backend)
         if key is not None and _is_read_as_given(call, given):
-            if len(_PREPARED) >= _MOST_PREPARED:
-                _PREPARED.clear()
-            _PREPARED[key] = prepared
+            if len(PREPARED) >= _MOST_PREPARED:
+                PREPARED.clear()
+            PREPARED[key] = prepared
         return prepared.run(call, given, rotary)
 
 

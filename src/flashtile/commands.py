@@ -109,7 +109,8 @@ def host(
     output: Annotated[Path | None, typer.Option(help="JSON")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="interleaved rounds; the result is their median")] = 9,
 ) -> None:
-    """Host time of one small call on a GPU, forward, and forward and backward: B=1, S=128 to 512, 8 heads, bfloat16."""
+    """Host time of one small call on a GPU, bfloat16: forward, and forward and backward, B=1, S=128 to 512, 8 heads;
+    and of a decode step, B=8, 1k keys."""
     device = parse_device("")
     if device.type != "cuda":
         raise typer.BadParameter("host time is measured with a GPU, and there is none", param_hint="bench host")

@@ -86,7 +86,7 @@ def print_host_times(console: Console, times: Sequence[HostTime]) -> None:
     for header in ("host", "CUDA graph", "forward and backward"):
         table.add_column(header, justify="right")
     for case, provider, *times_us in times:
-        table.add_row(case, provider, *(f"{time:.1f}" for time in times_us))
+        table.add_row(case, provider, *("–" if time is None else f"{time:.1f}" for time in times_us))
     console.print(table)
 
 

@@ -127,10 +127,10 @@ def normalized(acc, m, l):
 
 
 @triton.jit
-def sums_of_parts(parts_ptr, programs, TILE_M: tl.constexpr, DV: tl.constexpr):
-    """Where m and l of the parts lie, (TILE_M, 2 * programs) each, behind their acc, (2 * programs, TILE_M, DV)."""
-    rows = 2 * TILE_M * programs.to(tl.int64)
-    return parts_ptr + rows * DV, parts_ptr + rows * (DV + 1)
+def places_of_parts(parts_ptr, programs, TILE_M: tl.constexpr):
+    """Where m and l of the parts begin, (TILE_M, 2 * programs) each, and their acc, (2 * programs, TILE_M, DV)."""
+    l_ptr = parts_ptr + programs.to(tl.int64) * (2 * TILE_M)
+    return parts_ptr, l_ptr, l_ptr + programs.to(tl.int64) * (2 * TILE_M)
 
 
 @triton.jit
@@ -356,9 +356,9 @@ def decode_kernel(
                 here = row < seqlen_q * group - m_block * TILE_M
                 stored = here[:, None] & (dims_v < DV)[None, :]
                 slot = (2 * (line * n_shares + rank) + (begin == 0)).to(tl.int64)
-                m_parts_ptr, l_parts_ptr = sums_of_parts(parts_ptr, tl.num_programs(0), TILE_M, DV)
+                m_parts_ptr, l_parts_ptr, acc_parts_ptr = places_of_parts(parts_ptr, tl.num_programs(0), TILE_M)
                 acc_at = slot * (TILE_M * DV)
-                tl.store(parts_ptr + acc_at + (row[:, None] * DV + dims_v[None, :]), acc_end, stored)
+                tl.store(acc_parts_ptr + acc_at + (row[:, None] * DV + dims_v[None, :]), acc_end, stored)
                 row_at = row.to(tl.int64) * (2 * tl.num_programs(0)) + slot
                 tl.store(m_parts_ptr + row_at, m_end, here)
                 tl.store(l_parts_ptr + row_at, l_end, here)
@@ -438,8 +438,8 @@ def merge_kernel(
         return
     row %= TILE_M
     first_slot = 2 * (task % width * n_shares + first_share)
-    m_parts_ptr, l_parts_ptr = sums_of_parts(parts_ptr, n_shares * width, TILE_M, DV)
-    acc_ptr = parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
+    m_parts_ptr, l_parts_ptr, acc_parts_ptr = places_of_parts(parts_ptr, n_shares * width, TILE_M)
+    acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
     row_at = row.to(tl.int64) * (2 * n_shares * width) + first_slot
     out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
     acc = tl.zeros([DIMS], tl.float32)
