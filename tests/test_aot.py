@@ -127,7 +127,7 @@ def test_a_cache_whose_keys_lie_far_apart_is_left_to_others():
     call, _ = cached_call(spec((1, 32768), (32, 8), (128, 128), BF16), BF16, page_size=0)
     for apart, left in ((1 << 22, False), (1 << 23, True)):
         v = torch.empty_strided(call.cache.v.shape, (1 << 40, apart, 128, 1), dtype=BF16, device="meta")
-        reason = decode_launch.passes_over(replace(call, cache=replace(call.cache, v=v)))
+        reason = decode_launch.passes_over(call._replace(cache=call.cache._replace(v=v)))
         assert reason == ("keys or values lie 8388608 numbers apart; it wants fewer than 8388608" if left else None)
 
 
@@ -153,7 +153,7 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, capacity, programs):
     """In a round of so many on each multiprocessor, or in many rounds; else programs share them, or have some each."""
     call, q = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
-    call = replace(call, cache=replace(call.cache, seqlens=length))
+    call = call._replace(cache=call.cache._replace(seqlens=length))
     assert decode_config.load_of(call, 132) == load
     assert not decode_config.choose(call, "sm_90", 132, num_splits=2).whole
     launched = decode_launch.decode_spec(call, 0, "sm_90", 132)

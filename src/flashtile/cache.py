@@ -6,7 +6,7 @@ Legend: B sequences, Sq queries and Sn new keys each; a cache is (rows, capacity
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """Where the keys and values of each sequence lie. The last stride of every tensor but k and v is 1.
 
     k, v: (rows, capacity, Hk, D) and (rows, capacity, Hk, Dv); with a block_table (pages, page_size, ...).
@@ -137,8 +136,7 @@ def _meant(stored: Tensor, descale: Tensor | None, sequence: int) -> Tensor:
     return stored.float() if descale is None else stored.float() * descale[sequence, :, None]
 
 
-@dataclass(frozen=True)
-class Rotary:
+class Rotary(NamedTuple):
     """cos, sin: (positions, R). interleaved: pairs are neighbours."""
 
     cos: Tensor
@@ -146,8 +144,7 @@ class Rotary:
     interleaved: bool
 
 
-@dataclass(frozen=True)
-class CachedCall:
+class CachedCall(NamedTuple):
     """One checked call. spec: of all sequences, its seqlen_k the cache's capacity.
 
     alibi_slopes: (B, Hq) float32, or None: -slope |i + Sk - Sq - j| is added to the score of query i and key j.
@@ -159,11 +156,6 @@ class CachedCall:
     alibi_slopes: Tensor | None
     sinks: Tensor | None
 
-    @property
-    def masked(self) -> bool:
-        """Whether each query has a position of its own."""
-        return self.spec.window_left >= 0 or self.spec.window_right >= 0
-
     def append(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Tensor:
         """Writes the new keys, turned, into the cache; returns the queries, turned."""
         first, end = self.cache.spans(len(q))
@@ -171,7 +163,7 @@ class CachedCall:
         if rotary is not None:
             tables, position = (rotary.cos, rotary.sin), (start - first)[:, None]
             k = apply_rotary(k, *tables, position + torch.arange(k.shape[1], device=k.device), rotary.interleaved)
-            steps = torch.arange(q.shape[1], device=q.device) * self.masked
+            steps = torch.arange(q.shape[1], device=q.device) * self.spec.masked
             q = apply_rotary(q, *tables, position + steps, rotary.interleaved)
         self.cache.write(k, v, start)
         return q

@@ -59,30 +59,10 @@ class Prepared(NamedTuple):
     """What runs a call over a cache, and others of the same `_layout`, for which nothing is looked up again."""
 
     spec: AttentionSpec
-    seqlen_new: int
-    interleaved: bool
     append: Append | None  # None: nothing is new
     decode: Decode
 
-    def attention(self, given: Arguments) -> tuple[Tensor, Tensor]:
-        """(out, lse) of a call like the one that this was prepared for; ValueError where its cache_seqlens is wrong."""
-        batch, heads_q, heads_k = self.spec.batch, self.spec.heads_q, self.spec.heads_k
-        cache = Cache(
-            given.k_cache, given.v_cache, given.cache_batch_idx, given.block_table, given.cache_seqlens,
-            given.cache_leftpad, self.seqlen_new,
-            *(x if x is None else x.expand(batch, heads_k) for x in (given.k_descale, given.v_descale)),
-        )  # fmt: skip
-        if isinstance(cache.seqlens, int):
-            _check_length(cache.seqlens, cache)
-        slopes = given.alibi_slopes
-        call = CachedCall(self.spec, cache, slopes if slopes is None else slopes.expand(batch, heads_q), given.sinks)
-        rotary = None
-        if given.rotary_cos is not None and given.rotary_sin is not None:
-            rotary = Rotary(given.rotary_cos, given.rotary_sin, self.interleaved)
-        return self.run(call, given, rotary)
-
     def run(self, call: CachedCall, given: Arguments, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of a checked call."""
         q = given.q if self.append is None else self.append(call, given.q, given.k, given.v, rotary)
         return self.decode(call, q)
 
@@ -103,18 +83,13 @@ def attention(given: Arguments, settings: Settings) -> tuple[Tensor, Tensor]:
         prepared = PREPARED.get(key)
     except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
         key = prepared = None
-    if prepared is not None:
-        return prepared.attention(given)
-    with torch.no_grad():
-        call, rotary = checked(given, settings)
-        prepared = _prepared(call, given, rotary, settings)
-        if prepared is None:
-            return _one_after_the_other(call, given, rotary, settings.backend)
-        if key is not None and _is_read_as_given(call, given):
-            if len(PREPARED) >= _MOST_PREPARED:
-                PREPARED.clear()
-            PREPARED[key] = prepared
-        return prepared.run(call, given, rotary)
+    if prepared is None:
+        with torch.no_grad():
+            return _first_attention(given, settings, key)
+    call = _call(given, prepared.spec)
+    if isinstance(call.cache.seqlens, int):
+        _check_length(call.cache.seqlens, call.cache)
+    return prepared.run(call, given, _rotary(given, settings))
 
 
 def _may_be_prepared(q: Tensor) -> bool:
@@ -138,13 +113,54 @@ def _layout(given: Arguments, settings: Settings) -> tuple | None:
     return tuple(key)
 
 
-def _is_read_as_given(call: CachedCall, given: Arguments) -> bool:
-    """Whether no index, scale or sink was copied to be dense."""
-    return all(not isinstance(x, Tensor) or _dense(x) is x for x in given[7:])
+def _first_attention(given: Arguments, settings: Settings, key: tuple | None) -> tuple[Tensor, Tensor]:
+    """`attention`, and what runs it is kept as `key`, unless that is None."""
+    call, rotary = _call(given, checked(given, settings)), _rotary(given, settings)
+    decoding = dispatch.decoder(call, given.q.device, settings.backend)
+    if decoding is None:
+        return _one_after_the_other(call, given, rotary, settings.backend)
+    append = None if given.k is None else decoding.append_like(call, given.q, given.k, given.v, rotary)
+    prepared = Prepared(call.spec, append, decoding.decode_like(call, given.q, settings.num_splits))
+    if key is not None:
+        if len(PREPARED) >= _MOST_PREPARED:
+            PREPARED.clear()
+        PREPARED[key] = prepared
+    return prepared.run(call, given, rotary)
 
 
-def checked(given: Arguments, settings: Settings) -> tuple[CachedCall, Rotary | None]:
-    """The call, or the error that names what is wrong; nothing is written before this returns."""
+def _call(given: Arguments, spec: AttentionSpec) -> CachedCall:
+    """The call of arguments that are right."""
+    k_descale, v_descale, slopes = given.k_descale, given.v_descale, given.alibi_slopes
+    if k_descale is not None:
+        k_descale = _dense(k_descale).expand(spec.batch, spec.heads_k)
+    if v_descale is not None:
+        v_descale = _dense(v_descale).expand(spec.batch, spec.heads_k)
+    if slopes is not None:
+        slopes = _dense(slopes).expand(spec.batch, spec.heads_q)
+    cache = Cache(
+        given.k_cache, given.v_cache, _dense(given.cache_batch_idx), _dense(given.block_table),
+        _dense(given.cache_seqlens), _dense(given.cache_leftpad), 0 if given.k is None else given.k.shape[1],
+        k_descale, v_descale,
+    )  # fmt: skip
+    return CachedCall(spec, cache, slopes, _dense(given.sinks))
+
+
+def _dense(x: Any) -> Any:
+    """A tensor whose last stride is 1; what is none as it is."""
+    return x.contiguous() if isinstance(x, Tensor) and x.stride(-1) != 1 else x
+
+
+def _rotary(given: Arguments, settings: Settings) -> Rotary | None:
+    if given.rotary_cos is None or given.rotary_sin is None:
+        return None
+    return Rotary(given.rotary_cos, given.rotary_sin, settings.rotary_interleaved)
+
+
+def checked(given: Arguments, settings: Settings) -> AttentionSpec:
+    """The spec of a call, its seqlen_k the cache's capacity, or the error that names what is wrong.
+
+    Nothing is written before this returns.
+    """
     q, k_cache, v_cache, k, v = given[:5]
     checks.check_splits(settings.num_splits)
     dispatch.check_backend(settings.backend)
@@ -156,32 +172,28 @@ def checked(given: Arguments, settings: Settings) -> tuple[CachedCall, Rotary | 
         raise ValueError(f"k, v: got {'only v' if k is None else 'only k'}; want both or neither")
     batch, device, heads_q, heads_k = q.shape[0], q.device, q.shape[2], k_cache.shape[2]
     _check_places(batch, k_cache, given, device)
-    descales = [
-        _per_head(name, scales, batch, heads_k, k_cache)
-        for name, scales in (("k_descale", given.k_descale), ("v_descale", given.v_descale))
-    ]
-    rows, table = (None if x is None else _dense(x) for x in (given.cache_batch_idx, given.block_table))
-    cache = Cache(k_cache, v_cache, rows, table, None, None, 0, *descales)
+    for name, scales in (("k_descale", given.k_descale), ("v_descale", given.v_descale)):
+        if scales is not None:
+            _check_scales(name, scales, batch, heads_k, k_cache)
+    cache = Cache(k_cache, v_cache, None, given.block_table, given.cache_seqlens, None, 0, None, None)
     if k is not None and v is not None:
         _check_new(q, k, v, cache)
-        cache = replace(cache, seqlen_new=k.shape[1])
-    cache = replace(cache, seqlens=_lengths(given.cache_seqlens, batch, cache))
-    leftpad, sinks, slopes = given.cache_leftpad, given.sinks, given.alibi_slopes
-    if leftpad is not None:
-        _check_leftpad(leftpad, batch, cache)
-        cache = replace(cache, leftpad=_dense(leftpad))
-    if sinks is not None:
-        checks.check_numbers("sinks", sinks, ((heads_q,),), (torch.float32, q.dtype), device)
-        sinks = _dense(sinks)
-    if slopes is not None:
-        checks.check_numbers("alibi_slopes", slopes, ((heads_q,), (batch, heads_q)), (torch.float32,), device)
-        slopes = _dense(slopes).expand(batch, heads_q)
+        cache = cache._replace(seqlen_new=k.shape[1])
+    if given.cache_seqlens is not None:
+        _check_lengths(given.cache_seqlens, batch, cache)
+    if given.cache_leftpad is not None:
+        _check_leftpad(given.cache_leftpad, batch, cache)
+    if given.sinks is not None:
+        checks.check_numbers("sinks", given.sinks, ((heads_q,),), (torch.float32, q.dtype), device)
+    if given.alibi_slopes is not None:
+        shapes = (heads_q,), (batch, heads_q)
+        checks.check_numbers("alibi_slopes", given.alibi_slopes, shapes, (torch.float32,), device)
     spec = AttentionSpec(
         batch, q.shape[1], cache.capacity, heads_q, heads_k, q.shape[3], v_cache.shape[3], q.dtype, scale, *window,
         softcap,
     )  # fmt: skip
-    call = CachedCall(spec, cache, slopes, sinks)
-    return call, _checked_rotary(call, given, settings.rotary_interleaved)
+    _check_rotary(spec, given, settings.rotary_interleaved)
+    return spec
 
 
 def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -228,15 +240,11 @@ def _check_new(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> None:
         raise ValueError(f"k: got {k.shape[1]} new keys; want at most {cache.capacity}, what a sequence may have")
 
 
-def _lengths(cache_seqlens: int | Tensor | None, batch: int, cache: Cache) -> Tensor | int | None:
-    if cache_seqlens is None:
-        return None
-    if isinstance(cache_seqlens, int):
-        _check_length(cache_seqlens, cache)
-        return cache_seqlens
+def _check_lengths(lengths: int | Tensor, batch: int, cache: Cache) -> None:
+    if isinstance(lengths, int):
+        return _check_length(lengths, cache)
     end = cache.capacity - cache.seqlen_new + 1
-    checks.check_index("cache_seqlens", cache_seqlens, (batch,), end, cache.k.device, _why(cache))
-    return _dense(cache_seqlens)
+    return checks.check_index("cache_seqlens", lengths, (batch,), end, cache.k.device, _why(cache))
 
 
 def _check_length(length: int, cache: Cache) -> None:
@@ -258,47 +266,27 @@ def _check_leftpad(leftpad: Tensor, batch: int, cache: Cache) -> None:
         raise ValueError("cache_leftpad: got more than cache_seqlens in a sequence; want at most that")
 
 
-def _per_head(name: str, scales: Tensor | None, batch: int, heads_k: int, cache: Tensor) -> Tensor | None:
-    """(B, Hk) scales of a float8 cache."""
-    if scales is None:
-        return None
+def _check_scales(name: str, scales: Tensor, batch: int, heads_k: int, cache: Tensor) -> None:
     if cache.dtype != FP8:
         raise ValueError(f"{name}: got scales for a cache of {cache.dtype}; want None, or a cache of {FP8}")
     checks.check_numbers(name, scales, ((heads_k,), (batch, heads_k)), (torch.float32,), cache.device)
     if cache.device.type == "cpu" and not bool((scales > 0).all()):
         raise ValueError(f"{name}: got scales from {scales.min().item()}; want positive ones")
-    return _dense(scales).expand(batch, heads_k)
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _checked_rotary(call: CachedCall, given: Arguments, interleaved: bool) -> Rotary | None:
-    """The rotary tables, None where there are none, or the error that names what is wrong."""
+def _check_rotary(spec: AttentionSpec, given: Arguments, interleaved: bool) -> None:
     q, k, cos, sin = given.q, given.k, given.rotary_cos, given.rotary_sin
     checks.check_flag("rotary_interleaved", interleaved)
     if cos is None and sin is None:
-        return None
+        return
     if cos is None or sin is None:
         raise ValueError(
             f"rotary_cos, rotary_sin: got {'no rotary_sin' if sin is None else 'no rotary_cos'}; want both"
         )
     if k is None:
         raise ValueError("rotary_cos: got tables without k and v; want new keys to turn")
-    behind = max(0, q.shape[1] - k.shape[1]) if call.masked else 0  # positions of queries past the last key
-    checks.check_rotary(cos, sin, call.spec.head_dim, call.cache.capacity + behind, q)
-    return Rotary(cos, sin, interleaved)
-
-
-def _prepared(call: CachedCall, given: Arguments, rotary: Rotary | None, settings: Settings) -> Prepared | None:
-    """By the backend that takes calls like this one as a whole; None where none does."""
-    decoding = dispatch.decoder(call, given.q.device, settings.backend)
-    if decoding is None:
-        return None
-    append = None if given.k is None else decoding.append_like(call, given.q, given.k, given.v, rotary)
-    decode = decoding.decode_like(call, given.q, settings.num_splits)
-    return Prepared(call.spec, call.cache.seqlen_new, settings.rotary_interleaved, append, decode)
+    behind = max(0, q.shape[1] - k.shape[1]) if spec.masked else 0  # positions of queries past the last key
+    checks.check_rotary(cos, sin, spec.head_dim, spec.seqlen_k + behind, q)
 
 
 def _forward_of(

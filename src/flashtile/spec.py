@@ -87,6 +87,11 @@ class AttentionSpec:
         return self.heads_q // self.heads_k
 
     @property
+    def masked(self) -> bool:
+        """Whether each query has a position of its own."""
+        return self.window_left >= 0 or self.window_right >= 0
+
+    @property
     def offset(self) -> int:
         """Column of the diagonal in row 0: the mask is aligned to the bottom right corner."""
         return self.seqlen_k - self.seqlen_q

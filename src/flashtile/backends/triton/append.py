@@ -152,7 +152,7 @@ class AppendKernel(Launcher):
             *(0 if x is None else x.stride(0) for x in (places, cos, sin, k_descale, v_descale)),
             of.seqlen_q, spec.seqlen_new, seqlen, of.heads_q, of.heads_k, FP8_MAX,
             of.head_dim, of.head_dim_v, triton.next_power_of_2(of.head_dim), triton.next_power_of_2(of.head_dim_v),
-            HEADS, spec.rotary_dims, spec.interleaved, of.window_left >= 0 or of.window_right >= 0, spec.page_size,
+            HEADS, spec.rotary_dims, spec.interleaved, of.masked, spec.page_size,
             spec.quantized,
         )  # fmt: skip
         blocks = -(-of.heads_k // HEADS) + (-(-of.heads_q // HEADS) if spec.rotary_dims else 0)
