@@ -161,10 +161,10 @@ def test_queries_over_a_cache(layout, mask, new, terms, device, dtype, tolerance
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """A call of numbers on a CPU, which are to be looked at each time, may run what was prepared for another."""
+    """A call on a CPU, whose numbers are to be looked at each time, may run what was prepared for another."""
     cached = importlib.import_module("flashtile.cached")
     monkeypatch.setattr(cached, "PREPARED", {})
-    monkeypatch.setattr(cached, "_may_be_prepared", lambda q: True)
+    monkeypatch.setattr(cached, "_has_numbers_to_check", lambda q: False)
     return cached
 
 

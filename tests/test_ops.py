@@ -9,7 +9,7 @@ import torch
 from cases import HALF, on_every_backend, spec
 from torch.utils.checkpoint import checkpoint
 
-from flashtile import flash_attn_func, ops
+from flashtile import flash_attn_func, flash_attn_with_kvcache, ops
 from flashtile.spec import AttentionSpec
 from flashtile.testing import make_inputs
 
@@ -73,6 +73,52 @@ def test_compile_with_inductor_and_new_lengths(backend, device, case):
     for seqlens in ((33, 40), (20, 70), (64, 64)):
         q, k, v, *_ = make_inputs(spec(seqlens, (4, 2), (32, 16), right=0), device)
         torch.testing.assert_close(compiled(q, k, v), function(q * 2, k, v)[0] + 1)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIONS = {"causal": True, "window_size": [20, -1], "softcap": 3.0, "return_softmax_lse": True}
+
+
+def over_a_cache(device: str):
+    """q, two caches, new keys and values, and lengths, which leave room for them."""
+    torch.manual_seed(0)
+    sizes = (3, 2, 4, 16), (3, 40, 2, 16), (3, 40, 2, 16), (3, 2, 2, 16), (3, 2, 2, 16)
+    return *(torch.randn(size, device=device, dtype=HALF) for size in sizes), torch.arange(3, device=device).int() + 9
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck_of_a_call_over_a_cache(device):
+    *tensors, lengths = over_a_cache(device)
+    others = None, None, lengths, *[None] * 7, None, 0.5, True, [20, -1], 3.0, True, 0, None
+    torch.library.opcheck(torch.ops.flashtile.attention_with_kvcache.default, (*tensors, *others))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_call_over_a_cache_compiles_without_graph_breaks(device, dynamic, compiler):
+    torch._dynamo.reset()
+
+    def step(q, k_cache, v_cache, k, v, lengths):
+        out, lse = flash_attn_with_kvcache(q * 2, k_cache, v_cache, k, v, cache_seqlens=lengths, **OPTIONS)
+        return out + 1, lse
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=compiler)
+    for lengths in (None, 7, 21, over_a_cache(device)[-1]):
+        ours, theirs = over_a_cache(device)[:-1], over_a_cache(device)[:-1]
+        torch.testing.assert_close(compiled(*ours, lengths), step(*theirs, lengths))
+        for found, wanted in zip(ours, theirs, strict=True):  # new keys are in the cache
+            torch.testing.assert_close(found, wanted, **same)
+
+
+def test_a_call_over_a_cache_is_checked_when_it_runs_compiled():
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    q, k_cache, v_cache, k, v, _ = over_a_cache("cpu")
+    before = k_cache.clone()
+    with pytest.raises(ValueError, match="cache_seqlens: got 39; want 0 to 38"):
+        compiled(q, k_cache, v_cache, k, v, cache_seqlens=39)
+    assert torch.equal(k_cache, before)
 
 
 @every_backend

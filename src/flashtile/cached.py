@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import dispatch, ops
+from . import dispatch
 from . import spec as checks
 from .backends import Append, Decode
 from .cache import FP8, Cache, CachedCall, Rotary
@@ -79,7 +79,7 @@ def attention(given: Arguments, settings: Settings) -> tuple[Tensor, Tensor]:
     written then.
     """
     try:
-        key = _layout(given, settings) if _may_be_prepared(given.q) else None
+        key = None if _has_numbers_to_check(given.q) else _layout(given, settings)
         prepared = PREPARED.get(key)
     except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
         key = prepared = None
@@ -92,9 +92,9 @@ def attention(given: Arguments, settings: Settings) -> tuple[Tensor, Tensor]:
     return prepared.run(call, given, _rotary(given, settings))
 
 
-def _may_be_prepared(q: Tensor) -> bool:
-    """Whether a call is on a GPU, where numbers in tensors are not looked at, and nothing looks on."""
-    return isinstance(q, Tensor) and q.is_cuda and not ops.is_observed()
+def _has_numbers_to_check(q: Tensor) -> bool:
+    """Whether numbers in tensors are looked at in each call: not a GPU's."""
+    return not isinstance(q, Tensor) or not q.is_cuda
 
 
 def _layout(given: Arguments, settings: Settings) -> tuple | None:

@@ -195,7 +195,8 @@ def flash_attn_with_kvcache(
         alibi_slopes, sinks, k_descale, v_descale,
     )  # fmt: skip
     settings = cached.Settings(softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, backend)
-    out, lse = cached.attention(given, settings)
+    attend = ops.attention_with_kvcache if ops.is_observed() else cached.attention
+    out, lse = attend(given, settings)
     return (out, lse) if return_softmax_lse else out
 
 

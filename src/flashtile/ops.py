@@ -1,4 +1,5 @@
-"""flashtile::attention_forward and ::attention_backward: torch.library ops, fakes and autograd rules.
+"""flashtile::attention_forward, ::attention_backward and ::attention_with_kvcache: torch.library ops, fakes and
+autograd rules.
 
 The only file that knows autograd. Being registered ops, the kernels are opaque to torch.compile,
 torch.export, selective checkpointing and fake tensors; the backend is picked when an op really runs.
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import dispatch
+from . import cached, dispatch
 from .backends import Backward, Forward
 from .spec import AttentionSpec
 
@@ -24,6 +25,15 @@ _LIB.define(f"attention_forward(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (T
 _LIB.define(
     "attention_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+_LIB.define(
+    "attention_with_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
+    "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
+    "Tensor? block_table, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_descale, Tensor? v_descale, SymInt? length, "
+    "float? softmax_scale, bool causal, SymInt[2] window_size, float softcap, bool rotary_interleaved, int num_splits, "
+    "str? backend) -> (Tensor out, Tensor lse)"
 )
 
 
@@ -140,6 +150,27 @@ def attention(
     )
 
 
+def attention_with_kvcache(given: cached.Arguments, settings: cached.Settings) -> tuple[Tensor, Tensor]:
+    """`cached.attention` as an op, whose arguments are checked when it runs."""
+    lengths = given.cache_seqlens
+    tensors = given if lengths is None or isinstance(lengths, Tensor) else given._replace(cache_seqlens=None)
+    length = None if tensors is given else lengths
+    with torch.no_grad():
+        return torch.ops.flashtile.attention_with_kvcache.default(*tensors, length, *settings)
+
+
+def _with_kvcache(*arguments):
+    n = len(cached.Arguments._fields)
+    given, length, settings = cached.Arguments(*arguments[:n]), arguments[n], cached.Settings(*arguments[n + 1 :])
+    given = given if length is None else given._replace(cache_seqlens=length)
+    left, right = settings.window_size  # a list, as it comes from an op
+    return cached.attention(given, settings._replace(window_size=(left, right)))
+
+
+def _with_kvcache_fake(q, k_cache, v_cache, *others):
+    return _forward_fake(q, k_cache, v_cache)
+
+
 def _forward(q, k, v, *settings):
     *numerics, backend = settings
     spec = AttentionSpec.of(q, k, v, *numerics)
@@ -183,8 +214,10 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple:
     raise NotImplementedError("flashtile: gradients of gradients (create_graph=True) are not implemented")
 
 
+_LIB.impl("attention_with_kvcache", _with_kvcache, "CompositeExplicitAutograd")
 _LIB.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _LIB.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("flashtile::attention_with_kvcache", _with_kvcache_fake, lib=_LIB)
 torch.library.register_fake("flashtile::attention_forward", _forward_fake, lib=_LIB)
 torch.library.register_fake("flashtile::attention_backward", _backward_fake, lib=_LIB)
 torch.library.register_autograd("flashtile::attention_forward", _gradients, setup_context=_save_for_backward, lib=_LIB)

@@ -77,7 +77,7 @@ BLOCK = 32 << 10  # bytes of K and V of a block of those of many
 SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
 UNEVEN = 16 * BLOCK  # of a task, up to which one that is longer than others does not keep a program long
-MOST_OF_A_ROUND = 0.6
+MOST_OF_A_ROUND, ALL_OF_A_ROUND = 0.6, 0.95
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
@@ -114,7 +114,7 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
 
     Lengths on the device may leave some of them little to do. Then only one program of a multiprocessor makes up for
     that, as a program alone reads much faster, or many rounds, or so many sequences that to look for one takes longer;
-    if none is long.
+    if none is long. Short tasks that fill a round of two read faster as half a round of four, but at D 256.
     """
     tasks, size, alike = tasks_of(call.spec), bytes_of_a_task(call), call.cache.alike
     if size >= LONG or not (alike or size <= UNEVEN):
@@ -122,7 +122,8 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     for load, programs in ROUND.items():
         most = programs * multiprocessors
         if MOST_OF_A_ROUND * most <= tasks <= most and (alike or programs == 1):
-            return load
+            narrow = load == "two" and size <= UNEVEN and tasks >= ALL_OF_A_ROUND * most
+            return "four" if narrow and padded_dim(call.spec) <= 128 else load
     if tasks > max(ROUND.values()) * multiprocessors or (not alike and call.spec.batch > MANY_SEQUENCES):
         return "two"
     return None
