@@ -146,8 +146,8 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 @pytest.mark.parametrize(
     ("load", "batch", "capacity", "programs"),
     [("one", 10, 3072, 0), ("one", 16, 1024, 0), ("few", 16, 4096, 0), ("many", 18, 1024, 264), ("two", 24, 1024, 0),
-     ("four", 32, 1024, 0), ("two", 32, 2048, 0), ("many", 36, 1024, 264), ("four", 64, 3072, 0), ("few", 64, 4096, 128),
-     ("eight", 96, 1024, 0), ("two", 200, 3072, 0)],
+     ("four", 32, 1024, 0), ("two", 32, 2048, 0), ("many", 36, 1024, 264), ("four", 64, 3072, 0),
+     ("few", 64, 4096, 128), ("eight", 96, 1024, 0), ("two", 200, 3072, 0)],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
 def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, capacity, programs):

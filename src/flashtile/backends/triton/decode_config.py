@@ -114,7 +114,8 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
 
     Lengths on the device may leave some of them little to do. Then only one program of a multiprocessor makes up for
     that, as a program alone reads much faster, or many rounds, or so many sequences that to look for one takes longer;
-    if none is long. Short tasks that fill a round of two read faster as half a round of four, but at D 256.
+    if none is long. Short tasks of 16 rows that fill a round of two are read faster as half a round of four, but
+    at D 256.
     """
     tasks, size, alike = tasks_of(call.spec), bytes_of_a_task(call), call.cache.alike
     if size >= LONG or not (alike or size <= UNEVEN):
@@ -122,8 +123,8 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     for load, programs in ROUND.items():
         most = programs * multiprocessors
         if MOST_OF_A_ROUND * most <= tasks <= most and (alike or programs == 1):
-            narrow = load == "two" and size <= UNEVEN and tasks >= ALL_OF_A_ROUND * most
-            return "four" if narrow and padded_dim(call.spec) <= 128 else load
+            narrow = tile_m(call.spec) == ROWS[0] and padded_dim(call.spec) <= 128 and size <= UNEVEN
+            return "four" if load == "two" and narrow and tasks >= ALL_OF_A_ROUND * most else load
     if tasks > max(ROUND.values()) * multiprocessors or (not alike and call.spec.batch > MANY_SEQUENCES):
         return "two"
     return None
