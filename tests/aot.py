@@ -106,7 +106,7 @@ def cached_launches(
     """The launcher of each such kernel, what it prepares a launch for, and its tensors."""
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
-    parts = empty(spec.numbers_of_parts) if spec.merges else None
+    parts = [empty(*shape) for shape in spec.shapes_of_parts] if spec.merges else (None, None)
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, end, descales = (cache.lengths, cache.leftpad), cache.end, (cache.k_descale, cache.v_descale)
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
@@ -114,9 +114,9 @@ def cached_launches(
     tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
     appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
     launches = [
-        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, parts, end, out, lse)),
+        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, end, out, lse)),
         (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, end, q)),
-        (decode_launch.MERGE, spec, (parts, *lengths, end, out, lse)),
+        (decode_launch.MERGE, spec, (*parts, *lengths, end, out, lse)),
     ]
     return launches if spec.merges else launches[:2]
 

@@ -127,13 +127,6 @@ def normalized(acc, m, l):
 
 
 @triton.jit
-def places_of_parts(parts_ptr, programs, TILE_M: tl.constexpr):
-    """Where m and l of the parts begin, (TILE_M, 2 * programs) each, and their acc, (2 * programs, TILE_M, DV)."""
-    l_ptr = parts_ptr + programs.to(tl.int64) * (2 * TILE_M)
-    return parts_ptr, l_ptr, l_ptr + programs.to(tl.int64) * (2 * TILE_M)
-
-
-@triton.jit
 def head_of_task(task, m_blocks):
     """(key head, block of rows): no division where a head has one block."""
     head_k = task
@@ -191,7 +184,7 @@ def queries_of_task(
 ])  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
-    parts_ptr, capacity, out_ptr, lse_ptr,
+    acc_parts_ptr, sums_parts_ptr, capacity, out_ptr, lse_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
     stride_slopes, stride_k_descale, stride_v_descale,
     batches, seqlen_q, heads_k, group, seqlen_new, width, least, softmax_scale, unit, cap_in,
@@ -343,7 +336,7 @@ def decode_kernel(
                 sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
                 sink = tl.where(begin == 0, sink, float("-inf"))  # in one part of a task
                 acc_end, m_end, l_end = with_sink(acc_end, m_end, l_end, sink)
-            if parts_ptr is None or (ends & (begin == 0)):
+            if acc_parts_ptr is None or (ends & (begin == 0)):
                 _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
                 stored = here[:, None] & (dims_v < DV)[None, :]
                 out, lse = normalized(acc_end, m_end[:, None], l_end[:, None])
@@ -356,12 +349,11 @@ def decode_kernel(
                 here = row < seqlen_q * group - m_block * TILE_M
                 stored = here[:, None] & (dims_v < DV)[None, :]
                 slot = (2 * (line * n_shares + rank) + (begin == 0)).to(tl.int64)
-                m_parts_ptr, l_parts_ptr, acc_parts_ptr = places_of_parts(parts_ptr, tl.num_programs(0), TILE_M)
                 acc_at = slot * (TILE_M * DV)
                 tl.store(acc_parts_ptr + acc_at + (row[:, None] * DV + dims_v[None, :]), acc_end, stored)
-                row_at = row.to(tl.int64) * (2 * tl.num_programs(0)) + slot
-                tl.store(m_parts_ptr + row_at, m_end, here)
-                tl.store(l_parts_ptr + row_at, l_end, here)
+                sums_ptr = sums_parts_ptr + 2 * (row.to(tl.int64) * (2 * tl.num_programs(0)) + slot)
+                tl.store(sums_ptr, m_end, here)
+                tl.store(sums_ptr + 1, l_end, here)
 
         n_block += 1
         goes_on = not ends
@@ -387,7 +379,7 @@ def decode_kernel(
     "window_right",
 ])  # fmt: skip
 def merge_kernel(
-    parts_ptr, seqlens_ptr, leftpad_ptr, capacity, out_ptr, lse_ptr,
+    acc_parts_ptr, sums_parts_ptr, seqlens_ptr, leftpad_ptr, capacity, out_ptr, lse_ptr,
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, width, least, window_left, window_right,
     DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -438,9 +430,8 @@ def merge_kernel(
         return
     row %= TILE_M
     first_slot = 2 * (task % width * n_shares + first_share)
-    m_parts_ptr, l_parts_ptr, acc_parts_ptr = places_of_parts(parts_ptr, n_shares * width, TILE_M)
     acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
-    row_at = row.to(tl.int64) * (2 * n_shares * width) + first_slot
+    sums_ptr = sums_parts_ptr + 2 * (row.to(tl.int64) * (2 * n_shares * width) + first_slot)
     out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
     acc = tl.zeros([DIMS], tl.float32)
     m = tl.full([], float("-inf"), tl.float32)
@@ -456,8 +447,8 @@ def merge_kernel(
         at = slot[:, None].to(tl.int64) * (TILE_M * DV) + dim[None, :]
         inside = here[:, None] & (dim < DV)[None, :]
         accs = tl.load(acc_ptr + at, inside, 0.0, cache_modifier=CACHE, volatile=not EARLY)  # (PARTS, DIMS)
-        ms = tl.load(m_parts_ptr + row_at + slot, here, float("-inf"), cache_modifier=CACHE, volatile=not EARLY)
-        ls = tl.load(l_parts_ptr + row_at + slot, here, 0.0, cache_modifier=CACHE, volatile=not EARLY)
+        ms = tl.load(sums_ptr + 2 * slot, here, float("-inf"), cache_modifier=CACHE, volatile=not EARLY)
+        ls = tl.load(sums_ptr + 2 * slot + 1, here, 0.0, cache_modifier=CACHE, volatile=not EARLY)
         m_new = tl.maximum(m, tl.max(ms, 0))
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         weights = tl.exp(ms - shift)

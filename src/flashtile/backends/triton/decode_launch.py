@@ -54,9 +54,10 @@ class DecodeSpec(NamedTuple):
         return tasks_of(self.attention)
 
     @property
-    def numbers_of_parts(self) -> int:
-        """float32: of two parts that a program may leave, for each row Dv of its output, a maximum and a sum."""
-        return 2 * self.programs * tile_m(self.attention) * (self.attention.head_dim_v + 2)
+    def shapes_of_parts(self) -> tuple[tuple[int, ...], ...]:
+        """float32: what Dv outputs, and m and l, of each row are in two parts of each program."""
+        parts, rows = 2 * self.programs, tile_m(self.attention)
+        return (parts, rows, self.attention.head_dim_v), (rows, parts, 2)
 
     @property
     def early(self) -> bool:
@@ -209,31 +210,32 @@ def decode_like(call: CachedCall, q: Tensor, num_splits: int) -> Decode:
     multiprocessors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
     spec = decode_spec(call, num_splits, arch, multiprocessors)
     out_like, lse_like = results = results_of(of, device)
-    parts_like = torch.empty(spec.numbers_of_parts, dtype=torch.float32, device=device) if spec.merges else None
-    run = DECODE.run_for(spec, _inputs(call, q, parts_like), results)
-    merge = MERGE.run_for(spec, _merged(call, parts_like), results) if spec.merges else None
-    empty_out(*results, parts_like)
+    shapes = spec.shapes_of_parts if spec.merges else ()
+    parts_like = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
+    run = DECODE.run_for(spec, _inputs(call, q, *parts_like), results)
+    merge = MERGE.run_for(spec, _merged(call, *parts_like), results) if spec.merges else None
+    empty_out(*results, *parts_like)
 
     def decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = torch.empty_like(out_like), torch.empty_like(lse_like)
-        parts = None if parts_like is None else torch.empty_like(parts_like)
-        run(*_inputs(call, q, parts), out, lse)
+        parts = [torch.empty_like(x) for x in parts_like]
+        run(*_inputs(call, q, *parts), out, lse)
         if merge is not None:
-            merge(*_merged(call, parts), out, lse)
+            merge(*_merged(call, *parts), out, lse)
         return out, lse
 
     return decode
 
 
-def _inputs(call: CachedCall, q: Tensor, parts: Tensor | None) -> Inputs:
+def _inputs(call: CachedCall, q: Tensor, acc: Tensor | None = None, sums: Tensor | None = None) -> Inputs:
     """What `decode_kernel` reads, and the parts."""
     cache = call.cache
     return (
         dense_rows(q), cache.k, cache.v, cache.lengths, cache.leftpad, cache.places, call.alibi_slopes, call.sinks,
-        cache.k_descale, cache.v_descale, parts, cache.end,
+        cache.k_descale, cache.v_descale, acc, sums, cache.end,
     )  # fmt: skip
 
 
-def _merged(call: CachedCall, parts: Tensor | None) -> Inputs:
+def _merged(call: CachedCall, acc: Tensor, sums: Tensor) -> Inputs:
     """What `merge_kernel` reads."""
-    return parts, call.cache.lengths, call.cache.leftpad, call.cache.end
+    return acc, sums, call.cache.lengths, call.cache.leftpad, call.cache.end
