@@ -104,10 +104,12 @@ def _layout(given: Arguments, settings: Settings) -> tuple | None:
     """
     key: list[Any] = [settings]
     for x in given:
-        if type(x) is Tensor or type(x) is Parameter:
-            key.append((x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15, x.dtype, x.device))
-        elif x is None or type(x) is int:
-            key.append(type(x))
+        if x is None:
+            key.append(None)
+        elif type(x) is Tensor or type(x) is Parameter:
+            key += (x.shape, x.is_contiguous() or x.stride(), x.data_ptr() & 15, x.dtype, x.device)
+        elif type(x) is int:
+            key.append(int)
         else:
             return None
     return tuple(key)
