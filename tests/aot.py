@@ -106,7 +106,7 @@ def cached_launches(
     """The launcher of each such kernel, what it prepares a launch for, and its tensors."""
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
-    parts = [empty(*shape) for shape in spec.shapes_of_parts] if spec.merges else (None, None)
+    parts = [empty(size) for size in spec.sizes_of_parts] if spec.merges else (None, None)
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
     lengths, end, descales = (cache.lengths, cache.leftpad), cache.end, (cache.k_descale, cache.v_descale)
     terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)

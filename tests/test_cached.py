@@ -270,7 +270,9 @@ def test_lengths_of_all_kinds_in_one_batch(seqlen_q, num_splits, device, dtype):
     q, k, v = (normal(5, *shape, dtype=dtype) for shape in ((seqlen_q, 4, D), (200, 2, D), (200, 2, DV)))
     settings = {"cache_seqlens": lengths, "causal": True, "num_splits": num_splits, "return_softmax_lse": True}
     settings["cache_seqlens"] = lengths.to(device)
-    out, lse = (x.cpu() for x in flash_attn_with_kvcache(q.to(device), k.to(device), v.to(device), **settings))
+    inputs = [x.to(device) for x in (q, k, v)]
+    out, lse = (x.cpu() for x in flash_attn_with_kvcache(*inputs, **settings))
+    assert torch.equal(flash_attn_with_kvcache(*inputs, **settings | {"return_softmax_lse": False}).cpu(), out)
     for b, n in enumerate(lengths.tolist()):
         wanted, wanted_lse = attention(q[b].double(), k[b, :n].double(), v[b, :n].double(), causal=True)
         torch.testing.assert_close(out[b].double(), wanted, rtol=0, atol=1e-5)

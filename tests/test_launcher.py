@@ -147,8 +147,8 @@ def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, argu
     run = launch_of(monkeypatch, driver, compiled, arguments)
     calls = [(torch.ones(2, 300, 4, 128, dtype=torch.bfloat16), torch.ones(5), end) for end in (10, 1 << 30)]
     calls = [calls[i] for i in (0, 1, 1, 0)]
-    for q, lse, end in calls:
-        run(q, None, lse, end)
+    for i, (q, lse, end) in enumerate(calls):
+        run(q, None, lse.data_ptr() if i == 1 else lse, end)  # an address, too
     for (q, lse, end), (grid, block, shared, stream, parameters) in zip(calls, driver.launches, strict=True):
         assert (grid, block, shared, stream) == ([132, 1, 1], [384, 1, 1], 1000, 80)
         tensor_map, *others = parameters

@@ -62,7 +62,7 @@ class Prepared(NamedTuple):
     append: Append | None  # None: nothing is new
     decode: Decode
 
-    def run(self, call: CachedCall, given: Arguments, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    def run(self, call: CachedCall, given: Arguments, rotary: Rotary | None) -> tuple[Tensor, Tensor | None]:
         q = given.q if self.append is None else self.append(call, given.q, given.k, given.v, rotary)
         return self.decode(call, q)
 
@@ -72,20 +72,20 @@ PREPARED: dict[tuple | None, Prepared] = {}
 _MOST_PREPARED = 4096
 
 
-def attention(given: Arguments, settings: Settings) -> tuple[Tensor, Tensor]:
+def attention(given: Arguments, settings: Settings, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of each sequence's queries over its keys and the new ones, which are written into the cache first.
 
-    TypeError or ValueError where an argument is wrong, or the backend asked for cannot take the call; nothing is
-    written then.
+    lse may be None where it is not wanted. TypeError or ValueError where an argument is wrong, or the backend asked for
+    cannot take the call; nothing is written then.
     """
     try:
-        key = None if _has_numbers_to_check(given.q) else _layout(given, settings)
+        key = None if _has_numbers_to_check(given.q) else _layout(given, settings, wants_lse)
         prepared = PREPARED.get(key)
     except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
         key = prepared = None
     if prepared is None:
         with torch.no_grad():
-            return _first_attention(given, settings, key)
+            return _first_attention(given, settings, wants_lse, key)
     call = _call(given, prepared.spec)
     if isinstance(call.cache.seqlens, int):
         _check_length(call.cache.seqlens, call.cache)
@@ -97,12 +97,12 @@ def _has_numbers_to_check(q: Tensor) -> bool:
     return not isinstance(q, Tensor) or not q.is_cuda
 
 
-def _layout(given: Arguments, settings: Settings) -> tuple | None:
+def _layout(given: Arguments, settings: Settings, wants_lse: bool) -> tuple | None:
     """What is the same in calls that differ in nothing but addresses, numbers in tensors and a length for all.
 
     None where an argument is of a kind that is not known to have an address, or is wrong.
     """
-    key: list[Any] = [settings]
+    key: list[Any] = [settings, wants_lse]
     for x in given:
         if x is None:
             key.append(None)
@@ -115,14 +115,17 @@ def _layout(given: Arguments, settings: Settings) -> tuple | None:
     return tuple(key)
 
 
-def _first_attention(given: Arguments, settings: Settings, key: tuple | None) -> tuple[Tensor, Tensor]:
+def _first_attention(
+    given: Arguments, settings: Settings, wants_lse: bool, key: tuple | None
+) -> tuple[Tensor, Tensor | None]:
     """`attention`, and what runs it is kept as `key`, unless that is None."""
     call, rotary = _call(given, checked(given, settings)), _rotary(given, settings)
     decoding = dispatch.decoder(call, given.q.device, settings.backend)
     if decoding is None:
         return _one_after_the_other(call, given, rotary, settings.backend)
     append = None if given.k is None else decoding.append_like(call, given.q, given.k, given.v, rotary)
-    prepared = Prepared(call.spec, append, decoding.decode_like(call, given.q, settings.num_splits))
+    decode = decoding.decode_like(call, given.q, settings.num_splits, wants_lse)
+    prepared = Prepared(call.spec, append, decode)
     if key is not None:
         if len(PREPARED) >= _MOST_PREPARED:
             PREPARED.clear()

@@ -195,9 +195,13 @@ def flash_attn_with_kvcache(
         alibi_slopes, sinks, k_descale, v_descale,
     )  # fmt: skip
     settings = cached.Settings(softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, backend)
-    attend = ops.attention_with_kvcache if ops.is_observed() else cached.attention
-    out, lse = attend(given, settings)
-    return (out, lse) if return_softmax_lse else out
+    observed = ops.is_observed()
+    found: tuple[Tensor, Tensor | None] = (
+        ops.attention_with_kvcache(given, settings)
+        if observed
+        else cached.attention(given, settings, return_softmax_lse)
+    )
+    return found if return_softmax_lse else found[0]
 
 
 _KNOWN: dict[tuple, ops.Known] = {}

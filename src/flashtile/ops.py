@@ -164,7 +164,7 @@ def _with_kvcache(*arguments):
     given, length, settings = cached.Arguments(*arguments[:n]), arguments[n], cached.Settings(*arguments[n + 1 :])
     given = given if length is None else given._replace(cache_seqlens=length)
     left, right = settings.window_size  # a list, as it comes from an op
-    return cached.attention(given, settings._replace(window_size=(left, right)))
+    return cached.attention(given, settings._replace(window_size=(left, right)), wants_lse=True)
 
 
 def _with_kvcache_fake(q, k_cache, v_cache, *others):

@@ -5,7 +5,8 @@
     forward_like(spec, q, k, v)                        -> f(q, k, v) for tensors that lie like these, or None (optional)
     append_like(call, q, k, v, rotary)                 -> f(call, q, k, v, rotary) -> q turned, for calls like this
                                                           one; k, turned, and v are in the cache then
-    decode_like(call, q, num_splits)                   -> f(call, q) -> out, lse (optional, as are its neighbours)
+    decode_like(call, q, num_splits, wants_lse)        -> f(call, q) -> out, lse (optional, as are its neighbours); lse
+                                                          may be None where it is not wanted
     passes_over(call)                                  -> None, or why it leaves a CachedCall to `forward`
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
     backward_like(spec, dout, dlse, q, k, v, out, lse) -> f of tensors that lie like these, or None (optional)
@@ -30,5 +31,5 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 Append = Callable[..., Tensor]
 """append(call, q, k, v, rotary) -> q, turned"""
 
-Decode = Callable[..., tuple[Tensor, Tensor]]
+Decode = Callable[..., tuple[Tensor, Tensor | None]]
 """decode(call, q) -> (out, lse)"""

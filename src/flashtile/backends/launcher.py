@@ -27,7 +27,7 @@ Run = Callable[..., None]
 """run(*inputs, *outputs): launches on the current stream of the tensors' device."""
 
 Inputs = tuple[Tensor | int | None, ...]
-"""What a kernel reads, and numbers that are others in each call."""
+"""What a kernel reads, as tensors or addresses, and numbers that are others in each call."""
 
 MAX_REMEMBERED = 4096  # problems per kernel; each costs a few kilobytes
 
@@ -153,6 +153,11 @@ def results_of(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tenso
     return out, lse
 
 
+def behind(x: Tensor, numbers: int) -> Tensor | int:
+    """The memory so many numbers behind the beginning of a tensor that lies in one piece, as a launch takes it."""
+    return x.data_ptr() + numbers * x.element_size() if x.is_cuda else x[numbers:]
+
+
 def empty_out(*tensors: Tensor | None) -> None:
     """Frees the memory of tensors: what stays is how they lie, which the host asks for faster than by numbers."""
     for x in tensors:
@@ -274,14 +279,15 @@ def _through_driver(
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     kept = compiled, parameters  # alive as long as the launch
 
-    def launch(*tensors: Tensor) -> None:
+    def launch(*tensors: Any) -> None:
         if current_device() != device_index:  # what torch.cuda.current_device asks
             with torch.cuda.device(device_index):
                 launch(*tensors)
             return
         with lock:  # until the driver has copied the parameters
             for index, pointer in pointers:
-                pointer.value = tensors[index].data_ptr()
+                x = tensors[index]
+                pointer.value = x if type(x) is int else x.data_ptr()
             for index, number in numbers:
                 number.value = tensors[index]
             for i, index, tensor_map in described:

@@ -45,8 +45,8 @@ def append_like(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotar
     return CachedCall.append
 
 
-def decode_like(call: CachedCall, q: Tensor, num_splits: int) -> Decode:
-    """`_decode`; num_splits is for programs, of which there are none."""
+def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -> Decode:
+    """`_decode`, which has lse anyway; num_splits is for programs, of which there are none."""
     return _decode
 
 

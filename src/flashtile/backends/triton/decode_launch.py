@@ -13,7 +13,7 @@ from ...arch import arch_of
 from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
 from .. import Decode
-from ..launcher import Inputs, Launcher, Run, empty_out, prepared, results_of
+from ..launcher import Inputs, Launcher, Run, behind, empty_out, prepared, results_of
 from .decode import decode_kernel, merge_kernel
 from .decode_config import (
     MOST_KEYS,
@@ -54,10 +54,10 @@ class DecodeSpec(NamedTuple):
         return tasks_of(self.attention)
 
     @property
-    def shapes_of_parts(self) -> tuple[tuple[int, ...], ...]:
-        """float32: what Dv outputs, and m and l, of each row are in two parts of each program."""
-        parts, rows = 2 * self.programs, tile_m(self.attention)
-        return (parts, rows, self.attention.head_dim_v), (rows, parts, 2)
+    def sizes_of_parts(self) -> tuple[int, int]:
+        """Of two parts that each program may leave, for each row: Dv outputs, and m and l."""
+        rows = 2 * self.programs * tile_m(self.attention)
+        return rows * self.attention.head_dim_v, rows * 2
 
     @property
     def early(self) -> bool:
@@ -202,32 +202,51 @@ def passes_over(call: CachedCall) -> str | None:
     return None
 
 
-def decode_like(call: CachedCall, q: Tensor, num_splits: int) -> Decode:
-    """decode(call, q) for calls like this one: out and lse, by Flash-Decoding; num_splits: see `decode_spec`."""
+def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -> Decode:
+    """decode(call, q) for calls like this one: out, and lse if it is wanted, by Flash-Decoding.
+
+    num_splits: see `decode_spec`. Each tensor costs the host a twentieth of a call: the parts are one, and so is lse
+    with them if nobody wants it.
+    """
     of, device = call.spec, q.device
     arch = arch_of(device)
     assert arch is not None, "a tensor on a GPU, and no GPU"
     multiprocessors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
     spec = decode_spec(call, num_splits, arch, multiprocessors)
-    out_like, lse_like = results = results_of(of, device)
-    shapes = spec.shapes_of_parts if spec.merges else ()
-    parts_like = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
-    run = DECODE.run_for(spec, _inputs(call, q, *parts_like), results)
-    merge = MERGE.run_for(spec, _merged(call, *parts_like), results) if spec.merges else None
-    empty_out(*results, *parts_like)
+    out_like, lse_like = results_of(of, device)
+    if not spec.merges:
+        return _without_parts(call, q, spec, out_like, lse_like)
+    n_acc, n_sums = spec.sizes_of_parts
+    parts_like = torch.empty(n_acc + n_sums + lse_like.numel(), dtype=torch.float32, device=device)
+    sums, lse = parts_like[n_acc:], lse_like if wants_lse else parts_like[n_acc + n_sums :]
+    run = DECODE.run_for(spec, _inputs(call, q, parts_like, sums), (out_like, lse))
+    merge = MERGE.run_for(spec, _merged(call, parts_like, sums), (out_like, lse))
+    empty_out(out_like, lse_like, parts_like)
 
-    def decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(out_like), torch.empty_like(lse_like)
-        parts = [torch.empty_like(x) for x in parts_like]
-        run(*_inputs(call, q, *parts), out, lse)
-        if merge is not None:
-            merge(*_merged(call, *parts), out, lse)
+    def decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, parts = torch.empty_like(out_like), torch.empty_like(parts_like)
+        sums, lse = behind(parts, n_acc), torch.empty_like(lse_like) if wants_lse else None
+        lse_or_room = behind(parts, n_acc + n_sums) if lse is None else lse
+        run(*_inputs(call, q, parts, sums), out, lse_or_room)
+        merge(*_merged(call, parts, sums), out, lse_or_room)
         return out, lse
 
     return decode
 
 
-def _inputs(call: CachedCall, q: Tensor, acc: Tensor | None = None, sums: Tensor | None = None) -> Inputs:
+def _without_parts(call: CachedCall, q: Tensor, spec: DecodeSpec, out_like: Tensor, lse_like: Tensor) -> Decode:
+    run = DECODE.run_for(spec, _inputs(call, q), (out_like, lse_like))
+    empty_out(out_like, lse_like)
+
+    def decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(out_like), torch.empty_like(lse_like)
+        run(*_inputs(call, q), out, lse)
+        return out, lse
+
+    return decode
+
+
+def _inputs(call: CachedCall, q: Tensor, acc: Tensor | None = None, sums: Tensor | int | None = None) -> Inputs:
     """What `decode_kernel` reads, and the parts."""
     cache = call.cache
     return (
@@ -236,6 +255,6 @@ def _inputs(call: CachedCall, q: Tensor, acc: Tensor | None = None, sums: Tensor
     )  # fmt: skip
 
 
-def _merged(call: CachedCall, acc: Tensor, sums: Tensor) -> Inputs:
+def _merged(call: CachedCall, acc: Tensor, sums: Tensor | int) -> Inputs:
     """What `merge_kernel` reads."""
     return acc, sums, call.cache.lengths, call.cache.leftpad, call.cache.end
