@@ -145,8 +145,8 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 
 @pytest.mark.parametrize(
     ("load", "batch", "capacity", "programs"),
-    [("one", 10, 3072, 0), ("one", 16, 1024, 0), ("few", 16, 4096, 0), ("many", 18, 1024, 264), ("two", 24, 1024, 0),
-     ("four", 32, 1024, 0), ("two", 32, 2048, 0), ("many", 36, 1024, 264), ("four", 64, 3072, 0),
+    [("one", 10, 3072, 0), ("one", 16, 1024, 0), ("few", 16, 4096, 0), ("many", 18, 512, 264), ("few", 18, 1024, 128),
+     ("two", 24, 1024, 0), ("four", 32, 1024, 0), ("two", 32, 2048, 0), ("few", 36, 1024, 128), ("four", 64, 3072, 0),
      ("few", 64, 4096, 128), ("eight", 96, 1024, 0), ("two", 200, 3072, 0)],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
@@ -157,7 +157,7 @@ def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load,
     assert decode_config.load_of(call, 132) == load
     assert not decode_config.choose(call, "sm_90", 132, num_splits=2).whole
     launched = decode_launch.decode_spec(call, 0, "sm_90", 132)
-    assert (launched.programs, launched.merges) == (programs, programs == 264)
+    assert (launched.programs, launched.merges) == (programs, programs > 0 and batch * 8 % programs > 0)
     kernels = list(compile_cached(call, q, "sm_90"))
     assert len(kernels) == 2 + launched.merges
     assert not any(usage.spills for usage, _ in kernels)

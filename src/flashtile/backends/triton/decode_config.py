@@ -75,6 +75,7 @@ ROUND = {"one": 1, "two": 2, "four": 4, "eight": 8}  # programs of a multiproces
 LOADS = ("short", "scattered", *ROUND, "few", "even", "many")
 BLOCK = 32 << 10  # bytes of K and V of a block of those of many
 SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
+PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
 UNEVEN = 16 * BLOCK  # of a task, up to which one that is longer than others does not keep a program long
 MOST_OF_A_ROUND, ALL_OF_A_ROUND = 0.6, 0.95
@@ -90,8 +91,9 @@ def bytes_of_a_task(call: CachedCall) -> int:
 
 def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
     """Short: at most so many bytes, by the cache's capacity; else scattered over pages smaller than a block of many;
-    else one, two, four or eight, as `whole_tasks` says, if none is to be split; else few tasks, or long ones, whose
-    blocks are twice as large; else so many that whole ones fill a GPU evenly; else many."""
+    else one, two, four or eight, as `whole_tasks` says, if none is to be split; else few tasks, or long ones, or plenty
+    that are known to be alike, whose blocks are twice as large; else so many that whole ones fill a GPU evenly; else
+    many."""
     tasks, page_size = tasks_of(call.spec), call.cache.page_size or MOST_KEYS
     block = BLOCK // (2 * padded_dim(call.spec) * call.cache.k.dtype.itemsize)  # keys
     if tasks * bytes_of_a_task(call) <= SHORT * multiprocessors:
@@ -101,7 +103,8 @@ def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
     whole = whole_tasks(call, multiprocessors) if num_splits < 2 else None
     if whole and (whole != "one" or page_size >= 2 * block):
         return whole
-    if page_size >= 2 * block and (tasks <= multiprocessors or bytes_of_a_task(call) >= LONG):
+    plenty = call.cache.alike and tasks * bytes_of_a_task(call) >= PLENTY * multiprocessors
+    if page_size >= 2 * block and (tasks <= multiprocessors or bytes_of_a_task(call) >= LONG or plenty):
         return "few"
     most = EVEN * multiprocessors
     return "even" if enough(shares_of_whole_tasks(tasks, most), most) else "many"
@@ -178,6 +181,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   at 64,32,8,4096 and 8,32,8,32768; 128 keys on 2 warps 25 and 55 % (decode_tiles_of_few_warps).
 #   Shares of many in blocks of 32 keys, by 2 or 4 warps, 2 or 3 programs, take -3 to +29 % (decode_finer_blocks).
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
+#   Without lengths, and tasks that are more than multiprocessors, few take 0 to 10 % less than many at 17 to 78 sequences
+#   of 8 heads and 1k to 3k keys, of D 64 and 256, and at 140 to 300 of one head, 32 rows; at 17, 18 and 36 of 512 keys 8,
+#   3 and 1 % more, at 38 to 78 2 to 10 less (decode_few_without_lengths).
 # - (2, 128), 16 rows, even: 32 keys on 2 warps, 4 programs take 66.6 us at 64,32,8,1024, what is best of many 67.7;
 #   126.7 to 127.3 at 128,32,8,1024, 127.4 to 128.1 at 64,32,8,2048, 43.1 to 43.6 at 64 lengths up to 1k; but 103.6 to
 #   98.5 at 96,32,8,1024, whose tasks they would divide (there).
@@ -186,7 +192,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   24,32,8,1024; four 53.1 to 49.3 at 48,32,8,1024, 62.4 to 58.0 at 56; eight, of one warp, which meets none, 124.9 to
 #   123.0 at 128,32,8,1024, 95.2 to 94.1 at 96, 114.9 to 108.6 at 112, 182.9 to 181.6 at 96,32,8,2048. In rounds of two,
 #   136 to 512 sequences of 1k -6 to +1.5 %, but 160 +4 and +5 %, of 2k -3 to -1 %, but 160 +4 %. A round less than
-#   three fifths full is slower: two at 18,32,8,2048 42.1 to 46.0 us. In many rounds of 4k keys shares are 0 to 6 %
+#   three fifths full is slower: two at 18,32,8,2048 42.1 to 46.0 us; but of 1k keys or fewer, 256 and 264 tasks as half
+#   a round of four take 2 to 3.5 % less than as all of one of two, of 16 rows at D 64 6 %, of 32 rows there 12 and 18 %
+#   more (decode_few_without_lengths). In many rounds of 4k keys shares are 0 to 6 %
 #   faster. With lengths: one at 16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to 15.7, at 12 and 14 -12 and
 #   -15 %, ragged +5 and +7 %; two in many rounds 195.5 to 190.5 us at 200 of 1k, up to 1k -0.5 to -5 %; four at
 #   64,32,8,1024 66.3 to 64.1, but up to 1k 42.3 to 43.6, at 32 24.8 to 31.7.
