@@ -181,9 +181,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   at 64,32,8,4096 and 8,32,8,32768; 128 keys on 2 warps 25 and 55 % (decode_tiles_of_few_warps).
 #   Shares of many in blocks of 32 keys, by 2 or 4 warps, 2 or 3 programs, take -3 to +29 % (decode_finer_blocks).
 #   least 1, not 4: 1,32,8,1024 falls from 10.4 us to 8.1 (2: 8.9); 1,32,1,65536 takes 18.8 us with either.
-#   Without lengths, and tasks that are more than multiprocessors, few take 0 to 10 % less than many at 17 to 78 sequences
-#   of 8 heads and 1k to 3k keys, of D 64 and 256, and at 140 to 300 of one head, 32 rows; at 17, 18 and 36 of 512 keys 8,
-#   3 and 1 % more, at 38 to 78 2 to 10 less (decode_few_without_lengths).
+#   Without lengths, and more tasks than multiprocessors, few take 0 to 10 % less than many at 17 to 78 sequences of 8
+#   heads and 1k to 3k keys, of D 64 and 256, and at 140 to 300 of one head, 32 rows; at 17, 18 and 36 of 512 keys 8, 3
+#   and 1 % more, at 38 to 78 2 to 10 less (decode_few_without_lengths).
 # - (2, 128), 16 rows, even: 32 keys on 2 warps, 4 programs take 66.6 us at 64,32,8,1024, what is best of many 67.7;
 #   126.7 to 127.3 at 128,32,8,1024, 127.4 to 128.1 at 64,32,8,2048, 43.1 to 43.6 at 64 lengths up to 1k; but 103.6 to
 #   98.5 at 96,32,8,1024, whose tasks they would divide (there).
