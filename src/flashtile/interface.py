@@ -163,8 +163,8 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: (positions, R), 2 R <= D, as many positions as a sequence may have keys: k is turned by
             its positions, and so is q where there is a mask; without one all queries have the position of the first
             new key. Needs k and v.
-        cache_seqlens: where the keys of each sequence end before the new ones, (B,) int32 or one number; None: the
-            cache is full, but for the new keys.
+        cache_seqlens: where the keys of each sequence end before the new ones, (B,) int32 or one number, which is
+            faster, but stays as it is in a CUDA graph; None: the cache is full, but for the new keys.
         cache_batch_idx: (B,) int32, the row of each sequence; None: sequence b has row b.
         cache_leftpad: (B,) int32, where in its row a sequence begins.
         block_table: (B, pages of a sequence) int32, where the pages of each sequence are.
