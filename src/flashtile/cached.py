@@ -63,6 +63,7 @@ class Prepared(NamedTuple):
     decode: Decode
 
     def run(self, call: CachedCall, given: Arguments, rotary: Rotary | None) -> tuple[Tensor, Tensor | None]:
+        """(out, lse), once the new keys, if there are any, are in the cache."""
         q = given.q if self.append is None else self.append(call, given.q, given.k, given.v, rotary)
         return self.decode(call, q)
 

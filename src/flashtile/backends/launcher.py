@@ -188,10 +188,10 @@ def launch_of(
 ) -> Run:
     """The launch of a kernel that Triton compiled for `arguments`, on `device`.
 
-    Tensors take the place of the first `moving` arguments, which are tensors, their descriptors, or None; each must
-    lie in memory as the one before. A number among them, of which the kernel makes no variants, is another in each
-    call. The other arguments stay. alone: each program has so much shared memory that no
-    other fits beside it on a multiprocessor, if the launch goes straight through the driver.
+    Tensors, or their addresses, take the place of the first `moving` arguments, which are tensors, their descriptors,
+    or None; each must lie in memory as the one before. A number among them, of which the kernel makes no variants, is
+    another in each call. The other arguments stay. alone: each program has so much shared memory that no other fits
+    beside it on a multiprocessor, if the launch goes straight through the driver.
     """
     driver = _driver()
     if driver is not None and (loaded := _loaded(compiled, driver, device.index, alone)):
@@ -310,7 +310,8 @@ class Parameters:
     """A kernel's parameters as the driver reads them.
 
     addresses: of each parameter, in the kernel's order.
-    pointers, maps: (index of a moving argument, what holds its address). numbers: and what holds it itself.
+    pointers, maps: (index of a moving argument, what holds its address).
+    numbers: (index of a moving argument that is a number, what holds it).
     sizes: in bytes, of each parameter.
     values, fixed: what must stay alive.
     """

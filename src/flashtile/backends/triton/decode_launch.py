@@ -205,8 +205,8 @@ def passes_over(call: CachedCall) -> str | None:
 def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -> Decode:
     """decode(call, q) for calls like this one: out, and lse if it is wanted, by Flash-Decoding.
 
-    num_splits: see `decode_spec`. Each tensor costs the host a twentieth of a call: the parts are one, and so is lse
-    with them if nobody wants it.
+    num_splits: see `decode_spec`. Each tensor costs the host a twentieth of a call: the parts are one, with lse behind
+    them if nobody wants it.
     """
     of, device = call.spec, q.device
     arch = arch_of(device)
@@ -217,7 +217,8 @@ def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -
     if not spec.merges:
         return _without_parts(call, q, spec, out_like, lse_like)
     n_acc, n_sums = spec.sizes_of_parts
-    parts_like = torch.empty(n_acc + n_sums + lse_like.numel(), dtype=torch.float32, device=device)
+    n_lse = 0 if wants_lse else lse_like.numel()
+    parts_like = torch.empty(n_acc + n_sums + n_lse, dtype=torch.float32, device=device)
     sums, lse = parts_like[n_acc:], lse_like if wants_lse else parts_like[n_acc + n_sums :]
     run = DECODE.run_for(spec, _inputs(call, q, parts_like, sums), (out_like, lse))
     merge = MERGE.run_for(spec, _merged(call, parts_like, sums), (out_like, lse))
@@ -235,6 +236,7 @@ def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -
 
 
 def _without_parts(call: CachedCall, q: Tensor, spec: DecodeSpec, out_like: Tensor, lse_like: Tensor) -> Decode:
+    """`decode_like` where no task is split."""
     run = DECODE.run_for(spec, _inputs(call, q), (out_like, lse_like))
     empty_out(out_like, lse_like)
 
