@@ -199,7 +199,8 @@ def decode_kernel(
     grid (B * Hk * blocks of rows,).
 
     `places` are pages, or rows of the cache, or None: sequence b has row b. stride_vs is None where it is stride_ks:
-    the offsets of a tile's keys then take registers once.
+    the offsets of a tile's keys then take registers once. Of parts, acc is (2 * programs, TILE_M, DV), and sums, m and
+    l, (TILE_M, 2 * programs, 2).
 
     There is one loop, over the blocks of a share whatever their tasks: the first blocks of a task are in flight while
     the last of the task before are computed. That the compiler can pipeline it so rests on three things. All of where a
