@@ -91,6 +91,7 @@ def test_opcheck_of_a_call_over_a_cache(device):
     *tensors, lengths = over_a_cache(device)
     others = None, None, lengths, *[None] * 7, None, 0.5, True, [20, -1], 3.0, True, 0, None
     torch.library.opcheck(torch.ops.flashtile.attention_with_kvcache.default, (*tensors, *others))
+    torch.library.opcheck(torch.ops.flashtile.attention_over_kvcache.default, (*tensors[:3], None, None, *others))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -109,6 +110,27 @@ def test_a_call_over_a_cache_compiles_without_graph_breaks(device, dynamic, comp
         torch.testing.assert_close(compiled(*ours, lengths), step(*theirs, lengths))
         for found, wanted in zip(ours, theirs, strict=True):  # new keys are in the cache
             torch.testing.assert_close(found, wanted, **same)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("appending", [False, True], ids=["nothing new", "new keys"])
+def test_a_compiled_call_over_a_cache_is_captured_in_a_graph(appending):
+    """Where it writes, into a cache whose address stays."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    q, k_cache, v_cache, k, v, lengths = over_a_cache("cuda")
+    new = (k, v) if appending else (None, None)
+    for cache in (k_cache, v_cache):
+        torch._dynamo.mark_static_address(cache)
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        lengths += 1
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(q, k_cache, v_cache, *new, cache_seqlens=lengths)
+        wanted = flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=lengths)
+        torch.testing.assert_close(out, wanted, **same)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
 def test_a_call_over_a_cache_is_checked_when_it_runs_compiled():

@@ -1,5 +1,5 @@
-"""flashtile::attention_forward, ::attention_backward and ::attention_with_kvcache: torch.library ops, fakes and
-autograd rules.
+"""flashtile::attention_forward and ::attention_backward, and over a cache ::attention_with_kvcache, which writes to it,
+and ::attention_over_kvcache, which does not: torch.library ops, fakes and autograd rules.
 
 The only file that knows autograd. Being registered ops, the kernels are opaque to torch.compile,
 torch.export, selective checkpointing and fake tensors; the backend is picked when an op really runs.
@@ -28,13 +28,14 @@ _LIB.define(
 )
 
 
-_LIB.define(
-    "attention_with_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
-    "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
-    "Tensor? block_table, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_descale, Tensor? v_descale, SymInt? length, "
-    "float? softmax_scale, bool causal, SymInt[2] window_size, float softcap, bool rotary_interleaved, int num_splits, "
-    "str? backend) -> (Tensor out, Tensor lse)"
+_OVER_A_CACHE = (
+    "Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, "
+    "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_descale, "
+    "Tensor? v_descale, SymInt? length, float? softmax_scale, bool causal, SymInt[2] window_size, float softcap, "
+    "bool rotary_interleaved, int num_splits, str? backend) -> (Tensor out, Tensor lse)"
 )
+_LIB.define(f"attention_with_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_OVER_A_CACHE}")
+_LIB.define(f"attention_over_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_OVER_A_CACHE}")
 
 
 def needs_op(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -151,12 +152,16 @@ def attention(
 
 
 def attention_with_kvcache(given: cached.Arguments, settings: cached.Settings) -> tuple[Tensor, Tensor]:
-    """`cached.attention` as an op, whose arguments are checked when it runs."""
+    """`cached.attention` as an op, whose arguments are checked when it runs. Without new keys none is written to, which
+    lets what compiles it capture it in CUDA graphs.
+    """
     lengths = given.cache_seqlens
     tensors = given if lengths is None or isinstance(lengths, Tensor) else given._replace(cache_seqlens=None)
     length = None if tensors is given else lengths
+    kvcache_ops = torch.ops.flashtile
+    op = kvcache_ops.attention_over_kvcache if given.k is None else kvcache_ops.attention_with_kvcache
     with torch.no_grad():
-        return torch.ops.flashtile.attention_with_kvcache.default(*tensors, length, *settings)
+        return op.default(*tensors, length, *settings)
 
 
 def _with_kvcache(*arguments):
@@ -214,10 +219,11 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple:
     raise NotImplementedError("flashtile: gradients of gradients (create_graph=True) are not implemented")
 
 
-_LIB.impl("attention_with_kvcache", _with_kvcache, "CompositeExplicitAutograd")
+for _name in ("attention_with_kvcache", "attention_over_kvcache"):
+    _LIB.impl(_name, _with_kvcache, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flashtile::{_name}", _with_kvcache_fake, lib=_LIB)
 _LIB.impl("attention_forward", _forward, "CompositeExplicitAutograd")
 _LIB.impl("attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("flashtile::attention_with_kvcache", _with_kvcache_fake, lib=_LIB)
 torch.library.register_fake("flashtile::attention_forward", _forward_fake, lib=_LIB)
 torch.library.register_fake("flashtile::attention_backward", _backward_fake, lib=_LIB)
 torch.library.register_autograd("flashtile::attention_forward", _gradients, setup_context=_save_for_backward, lib=_LIB)
