@@ -166,7 +166,12 @@ def with_one_length(step: Step) -> Tensor:
 
 def not_merged(step: Step) -> Tensor:
     """The decode kernel alone: what merging costs is what this leaves out. Its result is none."""
-    with mock.patch.object(decode_launch, "MERGE"), mock.patch.dict(cached.PREPARED, clear=True):
+    decode_pass, merge_call = decode_launch.DecodePass(), decode_launch.merge_call
+    with (
+        mock.patch.object(decode_launch, "DECODE", decode_pass),
+        mock.patch.object(decode_launch, "merge_call", lambda *of: merge_call(*of)._replace(grid=0)),
+        mock.patch.dict(cached.PREPARED, clear=True),
+    ):
         return ours(step)
 
 

@@ -20,7 +20,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from flashtile.backends.compiler import compiled_for
 from flashtile.backends.hopper.llvm_ir import for_roles
-from flashtile.backends.launcher import Launcher
+from flashtile.backends.launcher import KernelCall, Launcher
 from flashtile.backends.triton import decode_launch
 from flashtile.backends.triton.append import APPEND, AppendSpec
 from flashtile.backends.triton.config import choose
@@ -51,20 +51,19 @@ def compile_kernel(kernel: Kernel, spec: AttentionSpec, arch: str, *tensors: Ten
     return _usage(compiled, arch), compiled
 
 
-def compile_launch(launcher: Launcher, spec: object, arch: str, *tensors: Tensor | int | None) -> tuple[Usage, object]:
-    """Compiles what a launcher would prepare for these tensors on `arch`; returns its usage and Triton's object."""
-    fn, arguments, options = launch_for(launcher, spec, *tensors)
-    compiled = compiled_for(fn, arguments, options, arch)
+def compile_call(call: KernelCall, arch: str) -> tuple[Usage, object]:
+    """Compiles what is launched on `arch`; returns its usage and Triton's object."""
+    compiled = compiled_for(call.fn, call.arguments, call.options, arch)
     return _usage(compiled, arch), compiled
 
 
-def launch_for(launcher: Launcher, spec: object, *tensors: Tensor | None) -> tuple[Any, tuple, dict[str, Any]]:
-    """The kernel, arguments and options of what a launcher prepares for these tensors."""
+def calls_of(launcher: Launcher, spec: object, *tensors: Tensor | int | None) -> list[KernelCall]:
+    """What a launcher prepares for these tensors."""
     seen = []
-    with mock.patch.object(sys.modules[type(launcher).__module__], "prepared", lambda *args: seen.append(args)):
+    module = sys.modules[type(launcher).__module__]
+    with mock.patch.object(module, "prepared", lambda device, *calls: seen.extend(calls)):
         launcher.prepare(spec, tensors)
-    ((fn, _, _, arguments, _, options, *_),) = seen
-    return fn, arguments, options
+    return seen
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,14 +95,12 @@ def cached_call(
 
 def compile_cached(call: CachedCall, q: Tensor, arch: str, num_splits: int = 0) -> Iterator[tuple[Usage, object]]:
     """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
-    for launcher, launched, tensors in cached_launches(call, q, arch, num_splits):
-        yield compile_launch(launcher, launched, arch, *tensors)
+    for launched in cached_calls(call, q, arch, num_splits):
+        yield compile_call(launched, arch)
 
 
-def cached_launches(
-    call: CachedCall, q: Tensor, arch: str, num_splits: int = 0
-) -> list[tuple[Launcher, object, tuple[Tensor | int | None, ...]]]:
-    """The launcher of each such kernel, what it prepares a launch for, and its tensors."""
+def cached_calls(call: CachedCall, q: Tensor, arch: str, num_splits: int = 0) -> list[KernelCall]:
+    """What such a call launches."""
     cache, of = call.cache, call.spec
     spec = decode_launch.decode_spec(call, num_splits, arch, 132)
     parts = [empty(size) for size in spec.sizes_of_parts] if spec.merges else (None, None)
@@ -113,12 +110,9 @@ def cached_launches(
     new = (empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
     tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
     appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
-    launches = [
-        (decode_launch.DECODE, spec, (q, *caches, *lengths, cache.places, *terms, *descales, *parts, end, out, lse)),
-        (APPEND, appended, (q, *new, *caches, *lengths, cache.places, *tables, *descales, end, q)),
-        (decode_launch.MERGE, spec, (*parts, *lengths, end, out, lse)),
-    ]
-    return launches if spec.merges else launches[:2]
+    read = *caches, *lengths, cache.places
+    decoding = calls_of(decode_launch.DECODE, spec, q, *read, *terms, *descales, *parts, end, out, lse)
+    return decoding + calls_of(APPEND, appended, q, *new, *read, *tables, *descales, end, q)
 
 
 def _usage(compiled: object, arch: str) -> Usage:

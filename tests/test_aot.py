@@ -18,11 +18,12 @@ from aot import (
     barriers_left_alone,
     barriers_of_roles,
     cached_call,
+    calls_of,
     compile_cached,
+    compile_call,
     compile_hopper,
     compile_hopper_backward,
     compile_kernel,
-    compile_launch,
     kernels_and_tensors,
     loops_with_products,
     machine_code,
@@ -399,7 +400,8 @@ def test_hopper_kernels_before_and_after_the_backward_pass_compile_and_do_not_sp
     q, out = (torch.empty(2, 4000, 16, dim, dtype=BF16, device="meta") for dim in dims)
     lse, sums, added = torch.empty(2, 16, 4000, device="meta"), torch.empty(1), torch.empty(1, dtype=torch.int32)
     for launcher, tensors in ((BEGIN, (out, out, lse, lse, sums, added)), (FINISH, (q, sums, added))):
-        usage, _ = compile_launch(launcher, case, "sm_90", *tensors)
+        (call,) = calls_of(launcher, case, *tensors)
+        usage, _ = compile_call(call, "sm_90")
         assert not usage.spills, usage
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from aot import cached_call, cached_launches, kernels_and_tensors, launch_for
+from aot import cached_call, cached_calls, calls_of, kernels_and_tensors
 from cases import BF16, HALF, spec
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -39,9 +39,8 @@ def portable(arch, change=lambda x: x):
 
 def over_a_cache(arch):
     call, q = cached_call(spec((1, 1 << 15), (32, 8), (128, 128), BF16, right=0), torch.float8_e4m3fn, page_size=16)
-    for launcher, launched, tensors in cached_launches(call, q, arch):
-        fn, arguments, _ = launch_for(launcher, launched, *tensors)
-        yield fn, arguments
+    for launched in cached_calls(call, q, arch):
+        yield launched.fn, launched.arguments
 
 
 def hopper(arch):
@@ -50,8 +49,8 @@ def hopper(arch):
     case = spec((1000, 777), (6, 2), (128, 128), BF16)
     q, k = (torch.zeros(case.batch, n, heads, 128, dtype=BF16) for n, heads in ((1000, 6), (777, 2)))
     with mock.patch("flashtile.backends.hopper.launch.programs_on", return_value=132):
-        fn, arguments, _ = launch_for(FORWARD, case, q, k, k, q, torch.zeros(case.batch, 6, 1000))
-    yield fn, arguments
+        (launched,) = calls_of(FORWARD, case, q, k, k, q, torch.zeros(case.batch, 6, 1000))
+    yield launched.fn, launched.arguments
 
 
 LAUNCHES = {

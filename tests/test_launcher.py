@@ -134,17 +134,21 @@ def compiled():
     )  # fmt: skip
 
 
-def launch_of(monkeypatch, driver, compiled, arguments, **options):
-    monkeypatch.setattr(launcher, "_driver", lambda: driver)
+def on_a_gpu(monkeypatch, driver):
+    monkeypatch.setattr("flashtile.backends.driver._driver", lambda: driver)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77 + device, raising=False)
-    device = torch.device("cuda", 3)
-    return launcher.launch_of(compiled, device, 132, arguments, 4, **options)
+
+
+def run_of(monkeypatch, driver, compiled, arguments, **options):
+    on_a_gpu(monkeypatch, driver)
+    call = launcher.KernelCall(None, 132, arguments, range(4), {}, **options)
+    return launcher.run_of([compiled], (call,), torch.device("cuda", 3))
 
 
 def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, arguments):
     driver = Driver(SIZES)
-    run = launch_of(monkeypatch, driver, compiled, arguments)
+    run = run_of(monkeypatch, driver, compiled, arguments)
     calls = [(torch.ones(2, 300, 4, 128, dtype=torch.bfloat16), torch.ones(5), end) for end in (10, 1 << 30)]
     calls = [calls[i] for i in (0, 1, 1, 0)]
     for i, (q, lse, end) in enumerate(calls):
@@ -164,13 +168,44 @@ def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, argu
     assert driver.attributes == [[]] * 4
 
 
+@pytest.mark.parametrize("way", ["driver", "triton", "interpreter"])
+def test_a_run_launches_its_kernels_in_order_each_with_what_it_takes(monkeypatch, compiled, arguments, way):
+    """The second takes the last of the run's arguments in the place of the first, and has a grid of its own."""
+    driver = Driver(SIZES)
+    first = launcher.KernelCall(None, 132, arguments, range(4), {})
+    calls = first, first._replace(grid=0), first._replace(grid=7, moves=(4, 1, 2, 3))
+    q, other = (torch.ones(2, 300, 4, 128, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.ones(5)
+    if way == "interpreter":
+        seen = []
+        compiled.__class__.__getitem__ = lambda self, grid: lambda *launched: seen.append((*grid, *launched))
+        run = launcher.prepared(torch.device("cpu"), *(call._replace(fn=compiled) for call in calls))
+    else:
+        on_a_gpu(monkeypatch, driver if way == "driver" else None)
+        monkeypatch.setattr(launcher, "compiled_for", lambda *of: compiled)
+        monkeypatch.setattr(launcher, "arch_of", lambda device: "sm_90")
+        run = launcher.prepared(torch.device("cuda", 3), *calls)
+    run(q, None, lse, 8, other)
+    if way == "driver":
+        seen = [
+            (grid[0], *(int.from_bytes(x[:8], "little") for x in (p[0], p[9], p[10])))
+            for grid, *_, p in driver.launches
+        ]
+        assert seen == [(132, q.data_ptr(), lse.data_ptr(), 8), (7, other.data_ptr(), lse.data_ptr(), 8)]
+        return
+    if way == "triton":
+        seen = [(grid[0], launched[0].base, *launched[1:]) for grid, launched, _ in compiled.calls]
+    wanted = [(132, q, None, lse, 8, *arguments[4:]), (7, other, None, lse, 8, *arguments[4:])]
+    assert [[id(x) for x in launch] for launch in seen] == [[id(x) for x in launch] for launch in wanted]
+
+
 @pytest.mark.parametrize(("option", "number"), [("launch_cooperative_grid", 2), ("launch_pdl", 6)])
 def test_a_launch_may_wait_for_all_of_its_programs_or_for_those_of_the_one_before(
     monkeypatch, compiled, arguments, option, number
 ):
     setattr(compiled.metadata, option, True)
     driver = Driver(SIZES)
-    run = launch_of(monkeypatch, driver, compiled, arguments)
+    run = run_of(monkeypatch, driver, compiled, arguments)
     for _ in range(2):
         run(arguments[0].base, None, *arguments[2:4])
     ((attribute,), again) = driver.attributes
@@ -187,7 +222,7 @@ def test_a_program_that_is_to_be_alone_leaves_no_shared_memory_for_another(
 ):
     compiled.metadata.shared = of_the_kernel
     driver = Driver(SIZES)
-    run = launch_of(monkeypatch, driver, compiled, arguments, alone=True)
+    run = run_of(monkeypatch, driver, compiled, arguments, alone=True)
     run(arguments[0].base, None, *arguments[2:4])
     ((_, _, shared, _, _),) = driver.launches
     assert shared == of_the_launch
@@ -202,7 +237,7 @@ def test_a_program_that_is_to_be_alone_leaves_no_shared_memory_for_another(
 def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compiled, arguments, sizes, changes):
     vars(compiled.metadata).update(changes)
     driver = None if sizes is None else Driver(sizes)
-    run = launch_of(monkeypatch, driver, compiled, arguments)
+    run = run_of(monkeypatch, driver, compiled, arguments)
     q, lse = torch.ones(2, 300, 4, 128, dtype=torch.bfloat16), torch.ones(5)
     run(q, None, lse, 8)
     ((grid, (descriptor, dlse, *others), stream),) = compiled.calls
@@ -218,14 +253,14 @@ def test_what_the_driver_cannot_be_handed_goes_through_triton(monkeypatch, compi
 def test_a_kernel_may_have_more_shared_memory_than_every_function(monkeypatch, compiled, arguments, shared, asked):
     compiled.metadata.shared = shared
     driver = Driver(SIZES, most_shared=200 << 10)
-    launch_of(monkeypatch, driver, compiled, arguments)
+    run_of(monkeypatch, driver, compiled, arguments)
     assert driver.shared_bytes == asked
 
 
 def test_a_thread_may_load_a_kernel_before_it_has_a_context(monkeypatch, compiled, arguments):
     driver = Driver(SIZES)
     driver.context = None
-    launch_of(monkeypatch, driver, compiled, arguments)
+    run_of(monkeypatch, driver, compiled, arguments)
     assert driver.context == 100 * (10 + 3)
 
 
@@ -233,12 +268,12 @@ def test_a_kernel_that_cannot_be_loaded_says_so(monkeypatch, compiled, arguments
     driver = Driver(SIZES)
     driver.load_status = 200
     with pytest.raises(RuntimeError, match="kernel: loading it: error 200, out of luck"):
-        launch_of(monkeypatch, driver, compiled, arguments)
+        run_of(monkeypatch, driver, compiled, arguments)
 
 
 def test_the_first_launch_of_a_thread_makes_the_context_current(monkeypatch, compiled, arguments):
     driver = Driver(SIZES)
-    run = launch_of(monkeypatch, driver, compiled, arguments)
+    run = run_of(monkeypatch, driver, compiled, arguments)
     driver.context = None
     run(arguments[0].base, None, *arguments[2:4])
     assert driver.context == 100 * (10 + 3)
@@ -247,7 +282,7 @@ def test_the_first_launch_of_a_thread_makes_the_context_current(monkeypatch, com
 
 def test_a_launch_that_fails_says_so(monkeypatch, compiled, arguments):
     driver = Driver(SIZES)
-    run = launch_of(monkeypatch, driver, compiled, arguments)
+    run = run_of(monkeypatch, driver, compiled, arguments)
     driver.status = 700
     with pytest.raises(RuntimeError, match="kernel: cuLaunchKernelEx: error 700, out of luck"):
         run(arguments[0].base, None, *arguments[2:4])
@@ -278,7 +313,7 @@ def test_no_tensor_of_the_first_call_is_kept(monkeypatch, compiled, arguments):
         old = arguments[0]
         descriptor = TensorDescriptor(q, old.shape, old.strides, old.block_shape, old.layout)
         gone = weakref.ref(q)
-        run = launch_of(monkeypatch, driver, compiled, (descriptor, *arguments[1:]))
+        run = run_of(monkeypatch, driver, compiled, (descriptor, *arguments[1:]))
         del q, descriptor
         assert gone() is None
         assert callable(run)

@@ -58,7 +58,7 @@ class Cache(NamedTuple):
     @property
     def lengths(self) -> Tensor | None:
         """`seqlens`, where only the device knows them."""
-        return self.seqlens if isinstance(self.seqlens, Tensor) else None
+        return None if isinstance(self.seqlens, int) else self.seqlens
 
     @property
     def end(self) -> int:

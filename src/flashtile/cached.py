@@ -59,12 +59,17 @@ class Prepared(NamedTuple):
     """What runs a call over a cache, and others of the same `_layout`, for which nothing is looked up again."""
 
     spec: AttentionSpec
+    interleaved: bool
     append: Append | None  # None: nothing is new
     decode: Decode
 
-    def run(self, call: CachedCall, given: Arguments, rotary: Rotary | None) -> tuple[Tensor, Tensor | None]:
-        """(out, lse), once the new keys, if there are any, are in the cache."""
-        q = given.q if self.append is None else self.append(call, given.q, given.k, given.v, rotary)
+    def run(self, given: tuple) -> tuple[Tensor, Tensor | None]:
+        """(out, lse) of `Arguments`, once the new keys, if there are any, are in the cache."""
+        call, q = _call(given, self.spec), given[0]
+        if isinstance(call.cache.seqlens, int):
+            _check_length(call.cache.seqlens, call.cache)
+        if self.append is not None:
+            q = self.append(call, q, *given[3:5], _rotary(given, self.interleaved))
         return self.decode(call, q)
 
 
@@ -73,24 +78,22 @@ PREPARED: dict[tuple | None, Prepared] = {}
 _MOST_PREPARED = 4096
 
 
-def attention(given: Arguments, settings: Settings, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+def attention(given: tuple, settings: tuple, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of each sequence's queries over its keys and the new ones, which are written into the cache first.
 
-    lse may be None where it is not wanted. TypeError or ValueError where an argument is wrong, or the backend asked for
-    cannot take the call; nothing is written then.
+    given, settings: `Arguments` and `Settings`, or tuples like them, which the host makes faster. lse may be None where
+    it is not wanted. TypeError or ValueError where an argument is wrong, or the backend asked for cannot take the call;
+    nothing is written then.
     """
     try:
-        key = None if _has_numbers_to_check(given.q) else _layout(given, settings, wants_lse)
+        key = None if _has_numbers_to_check(given[0]) else _layout(given, settings, wants_lse)
         prepared = PREPARED.get(key)
     except (RuntimeError, TypeError):  # a tensor without strides; a list as window_size
         key = prepared = None
     if prepared is None:
         with torch.no_grad():
-            return _first_attention(given, settings, wants_lse, key)
-    call = _call(given, prepared.spec)
-    if isinstance(call.cache.seqlens, int):
-        _check_length(call.cache.seqlens, call.cache)
-    return prepared.run(call, given, _rotary(given, settings))
+            return _first_attention(Arguments(*given), Settings(*settings), wants_lse, key)
+    return prepared.run(given)
 
 
 def _has_numbers_to_check(q: Tensor) -> bool:
@@ -98,7 +101,7 @@ def _has_numbers_to_check(q: Tensor) -> bool:
     return not isinstance(q, Tensor) or not q.is_cuda
 
 
-def _layout(given: Arguments, settings: Settings, wants_lse: bool) -> tuple | None:
+def _layout(given: tuple, settings: tuple, wants_lse: bool) -> tuple | None:
     """What is the same in calls that differ in nothing but addresses, numbers in tensors and a length for all.
 
     None where an argument is of a kind that is not known to have an address, or is wrong.
@@ -120,23 +123,23 @@ def _first_attention(
     given: Arguments, settings: Settings, wants_lse: bool, key: tuple | None
 ) -> tuple[Tensor, Tensor | None]:
     """`attention`, and what runs it is kept as `key`, unless that is None."""
-    call, rotary = _call(given, checked(given, settings)), _rotary(given, settings)
+    call, rotary = _call(given, checked(given, settings)), _rotary(given, settings.rotary_interleaved)
     decoding = dispatch.decoder(call, given.q.device, settings.backend)
     if decoding is None:
         return _one_after_the_other(call, given, rotary, settings.backend)
     append = None if given.k is None else decoding.append_like(call, given.q, given.k, given.v, rotary)
     decode = decoding.decode_like(call, given.q, settings.num_splits, wants_lse)
-    prepared = Prepared(call.spec, append, decode)
+    prepared = Prepared(call.spec, settings.rotary_interleaved, append, decode)
     if key is not None:
         if len(PREPARED) >= _MOST_PREPARED:
             PREPARED.clear()
         PREPARED[key] = prepared
-    return prepared.run(call, given, rotary)
+    return prepared.run(given)
 
 
-def _call(given: Arguments, spec: AttentionSpec) -> CachedCall:
+def _call(given: tuple, spec: AttentionSpec) -> CachedCall:
     """The call of arguments that are right."""
-    k_descale, v_descale, slopes = given.k_descale, given.v_descale, given.alibi_slopes
+    _, k_cache, v_cache, k, _, _, _, lengths, rows, leftpad, table, slopes, sinks, k_descale, v_descale = given
     if k_descale is not None:
         k_descale = _dense(k_descale).expand(spec.batch, spec.heads_k)
     if v_descale is not None:
@@ -144,22 +147,20 @@ def _call(given: Arguments, spec: AttentionSpec) -> CachedCall:
     if slopes is not None:
         slopes = _dense(slopes).expand(spec.batch, spec.heads_q)
     cache = Cache(
-        given.k_cache, given.v_cache, _dense(given.cache_batch_idx), _dense(given.block_table),
-        _dense(given.cache_seqlens), _dense(given.cache_leftpad), 0 if given.k is None else given.k.shape[1],
-        k_descale, v_descale,
+        k_cache, v_cache, _dense(rows), _dense(table), lengths if isinstance(lengths, int) else _dense(lengths),
+        _dense(leftpad), 0 if k is None else k.shape[1], k_descale, v_descale,
     )  # fmt: skip
-    return CachedCall(spec, cache, slopes, _dense(given.sinks))
+    return CachedCall(spec, cache, slopes, _dense(sinks))
 
 
-def _dense(x: Any) -> Any:
-    """A tensor whose last stride is 1; what is none as it is."""
-    return x.contiguous() if isinstance(x, Tensor) and x.stride(-1) != 1 else x
+def _dense(x: Tensor | None) -> Tensor | None:
+    """A tensor whose last stride is 1."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def _rotary(given: Arguments, settings: Settings) -> Rotary | None:
-    if given.rotary_cos is None or given.rotary_sin is None:
-        return None
-    return Rotary(given.rotary_cos, given.rotary_sin, settings.rotary_interleaved)
+def _rotary(given: tuple, interleaved: bool) -> Rotary | None:
+    cos, sin = given[5:7]
+    return None if cos is None or sin is None else Rotary(cos, sin, interleaved)
 
 
 def checked(given: Arguments, settings: Settings) -> AttentionSpec:

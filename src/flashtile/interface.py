@@ -190,17 +190,16 @@ def flash_attn_with_kvcache(
             tensors on a GPU are not looked at, so that a call may be captured in a CUDA graph: there new keys that do
             not fit are not written, keys past the cache are not read, and pages past it are the caller's to avoid.
     """
-    given = cached.Arguments(
+    given = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, sinks, k_descale, v_descale,
     )  # fmt: skip
-    settings = cached.Settings(softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, backend)
-    observed = ops.is_observed()
-    found: tuple[Tensor, Tensor | None] = (
-        ops.attention_with_kvcache(given, settings)
-        if observed
-        else cached.attention(given, settings, return_softmax_lse)
-    )
+    settings = softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits, backend
+    found: tuple[Tensor, Tensor | None]
+    if ops.is_observed():
+        found = ops.attention_with_kvcache(cached.Arguments(*given), cached.Settings(*settings))
+    else:
+        found = cached.attention(given, settings, return_softmax_lse)
     return found if return_softmax_lse else found[0]
 
 

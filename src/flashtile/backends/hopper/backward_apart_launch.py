@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...spec import AttentionSpec
-from ..launcher import Launcher, Run, prepared
+from ..launcher import KernelCall, Launcher, Run, prepared
 from . import compiling, config
 from .backward_keys import keys_kernel
 from .backward_launch import (
@@ -79,7 +79,7 @@ def prepare_queries(spec: AttentionSpec, tensors: tuple, of: Shares) -> Run:
     described = map(describe, matrices, query_boxes(tiles))
     arguments = (*described, *tensors[5:], tiles_of, *query_scalars(spec, tiles, tiles_of.shape[1], dout, dlse))
     with compiling.for_hopper(OPTIONS) as options:
-        return prepared(queries_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
+        return prepared(rows.device, KernelCall(queries_kernel, len(tiles_of), arguments, range(len(tensors)), options))
 
 
 def prepare_keys(spec: AttentionSpec, tensors: tuple, of: Order) -> Run:
@@ -90,7 +90,7 @@ def prepare_keys(spec: AttentionSpec, tensors: tuple, of: Order) -> Run:
     described = (*map(describe, matrices, boxes(tiles)), describe_rows(rows, tiles), pieces)
     arguments = (*described, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
     with compiling.for_hopper(OPTIONS) as options:
-        return prepared(keys_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
+        return prepared(rows.device, KernelCall(keys_kernel, len(tiles_of), arguments, range(len(tensors)), options))
 
 
 class ApartBackwardPass(Launcher):

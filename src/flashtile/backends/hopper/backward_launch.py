@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
-from ..launcher import Launcher, Run, prepared
+from ..launcher import KernelCall, Launcher, Run, prepared
 from . import compiling, config
 from .backward import backward_kernel
 from .backward_pieces import add_kernel
@@ -119,7 +119,7 @@ def prepare_sums(
         dx.shape[3], dim_v, *dims, rows, ADDED_NUMBERS,
     )  # fmt: skip
     grid = len(shared) * (rows * sum(dims) // ADDED_NUMBERS)
-    return prepared(add_kernel, dx.device, grid, arguments, 3, OPTIONS)
+    return prepared(dx.device, KernelCall(add_kernel, grid, arguments, range(3), OPTIONS))
 
 
 def scalars(spec: AttentionSpec, tiles: config.BackwardTiles, rounds: int) -> tuple:
@@ -164,7 +164,9 @@ class BackwardKernel:
         # tiles in order wait for one another, so that they run all at once or not at all
         options = OPTIONS | {"launch_cooperative_grid": True} if ranks is not None else OPTIONS
         with compiling.for_hopper(options) as options:
-            return prepared(backward_kernel, rows.device, len(tiles_of), arguments, len(tensors), options)
+            return prepared(
+                rows.device, KernelCall(backward_kernel, len(tiles_of), arguments, range(len(tensors)), options)
+            )
 
 
 class RowsKernel:
@@ -178,7 +180,7 @@ class RowsKernel:
         tiles = config.choose_backward(spec)
         grid = spec.batch * spec.heads_q * row_blocks(spec, tiles)
         arguments = (*tensors, *self.arguments(spec, tiles, *tensors))
-        return prepared(self.fn, tensors[-1].device, grid, arguments, len(tensors), OPTIONS)
+        return prepared(tensors[-1].device, KernelCall(self.fn, grid, arguments, range(len(tensors)), OPTIONS))
 
 
 def begin_arguments(

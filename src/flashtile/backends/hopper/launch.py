@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
 from .. import Forward
-from ..launcher import Launcher, Run, forward_pass, forward_pass_like, prepared
+from ..launcher import KernelCall, Launcher, Run, forward_pass, forward_pass_like, prepared
 from . import compiling, config
 from .forward import forward_kernel
 from .forward_pieces import merge_kernel
@@ -111,7 +111,9 @@ class ForwardKernel(Launcher):
         pieces = scratch()
         arguments = (*descriptors, lse, pieces, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
         with compiling.for_hopper(OPTIONS, forward=True) as options:
-            main = prepared(forward_kernel, lse.device, len(tiles_of), arguments, len(tensors) + 1, options)
+            main = prepared(
+                lse.device, KernelCall(forward_kernel, len(tiles_of), arguments, range(len(tensors) + 1), options)
+            )
         if not n_numbers:
             return lambda *tensors: main(*tensors, pieces)
         merge = prepare_merge(spec, tiles, of, pieces, tensors[3], lse)
@@ -134,7 +136,9 @@ def prepare_merge(
         pieces, out, lse, shared.to(lse.device), spec.seqlen_q, spec.heads_q, spec.head_dim_v, tiles.head_dim_v,
         triton.next_power_of_2(tiles.head_dim_v), tiles.rows, pack, MERGED_ROWS,
     )  # fmt: skip
-    return prepared(merge_kernel, lse.device, len(shared) * (tiles.rows // MERGED_ROWS), arguments, 3, OPTIONS)
+    return prepared(
+        lse.device, KernelCall(merge_kernel, len(shared) * (tiles.rows // MERGED_ROWS), arguments, range(3), OPTIONS)
+    )
 
 
 def steady(spec: AttentionSpec) -> bool:

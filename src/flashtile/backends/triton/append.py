@@ -14,7 +14,7 @@ from torch import Tensor
 from ...cache import FP8, FP8_MAX, CachedCall, Rotary
 from ...spec import AttentionSpec
 from .. import Append
-from ..launcher import Inputs, Launcher, Run, empty_out, prepared
+from ..launcher import Inputs, KernelCall, Launcher, Run, empty_out, prepared
 from .decode import page_of_keys
 from .launch import dense_rows, strides
 
@@ -156,7 +156,8 @@ class AppendKernel(Launcher):
             spec.quantized,
         )  # fmt: skip
         blocks = -(-of.heads_k // HEADS) + (-(-of.heads_q // HEADS) if spec.rotary_dims else 0)
-        return prepared(append_kernel, q.device, blocks * seqlen * of.batch, arguments, len(tensors), OPTIONS)
+        grid = blocks * seqlen * of.batch
+        return prepared(q.device, KernelCall(append_kernel, grid, arguments, range(len(tensors)), OPTIONS))
 
 
 APPEND = AppendKernel()

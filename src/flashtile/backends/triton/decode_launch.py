@@ -13,7 +13,7 @@ from ...arch import arch_of
 from ...cache import FP8, CachedCall
 from ...spec import AttentionSpec
 from .. import Decode
-from ..launcher import Inputs, Launcher, Run, behind, empty_out, prepared, results_of
+from ..launcher import Inputs, KernelCall, Launcher, Run, behind, empty_out, prepared, results_of
 from .decode import decode_kernel, merge_kernel
 from .decode_config import (
     MOST_KEYS,
@@ -141,52 +141,58 @@ def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
     return caches[0].dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_") and even
 
 
-class DecodeKernel(Launcher):
-    """`decode_kernel`, of q, the cache, scales and parts to out and lse."""
+class DecodePass(Launcher):
+    """`decode_kernel`, from q, the cache, scales and parts to out and lse, and `merge_kernel` if tasks may be split."""
 
     def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
-        q, k, v, _, _, places, slopes, _, k_descale, v_descale, *_ = tensors
-        of = spec.attention
-        unit, cap_in = score_units(of)
-        pairs = in_pairs(spec, q, k, v)
-        least_dims = 32 if pairs else 16  # of a tile: half of it, or all, are the 16 that the matrix units want
-        stride_vb, stride_vs, stride_vh = strides(v)
-        strides_v = stride_vb, None if stride_vs == k.stride(1) else stride_vs, stride_vh
-        arguments = (
-            *tensors, *strides(q), *strides(k), *strides_v,
-            *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
-            of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width, spec.least,
-            of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right,
-            of.head_dim, of.head_dim_v,
-            *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
-            triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
-            of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
-            k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.early,
-        )  # fmt: skip
-        grid = spec.programs or spec.tasks
-        options = spec.tiles.options | spec.launch_options
-        return prepared(decode_kernel, q.device, grid, arguments, len(tensors), options, spec.alone)
+        calls = [decode_call(spec, tensors)]
+        if spec.merges:
+            calls.append(merge_call(spec, tensors))
+        return prepared(tensors[0].device, *calls)
 
 
-class MergeKernel(Launcher):
-    """`merge_kernel`, of the parts and the lengths to out and lse."""
+def decode_call(spec: DecodeSpec, tensors: tuple) -> KernelCall:
+    """`decode_kernel`, of all tensors."""
+    q, k, v, _, _, places, slopes, _, k_descale, v_descale, *_ = tensors
+    of = spec.attention
+    unit, cap_in = score_units(of)
+    pairs = in_pairs(spec, q, k, v)
+    least_dims = 32 if pairs else 16  # of a tile: half of it, or all, are the 16 that the matrix units want
+    stride_vb, stride_vs, stride_vh = strides(v)
+    strides_v = stride_vb, None if stride_vs == k.stride(1) else stride_vs, stride_vh
+    arguments = (
+        *tensors, *strides(q), *strides(k), *strides_v,
+        *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
+        of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width, spec.least,
+        of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right,
+        of.head_dim, of.head_dim_v,
+        *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
+        triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
+        of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
+        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.early,
+    )  # fmt: skip
+    options = spec.tiles.options | spec.launch_options
+    grid = spec.programs or spec.tasks
+    return KernelCall(decode_kernel, grid, arguments, range(len(tensors)), options, spec.alone)
 
-    def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
-        of = spec.attention
-        parts, dims = merge_tile(spec)
-        arguments = (
-            *tensors, spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new,
-            spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims,
-            triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
-            of.window_right >= 0, spec.early,
-        )  # fmt: skip
-        grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
-        options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
-        return prepared(merge_kernel, tensors[0].device, grid, arguments, len(tensors), options)
+
+def merge_call(spec: DecodeSpec, tensors: tuple) -> KernelCall:
+    """`merge_kernel`, from the parts and the lengths to out and lse."""
+    of = spec.attention
+    parts, dims = merge_tile(spec)
+    moves = 10, 11, 3, 4, 12, 13, 14  # parts, lengths, leftpad, end, out and lse of `_inputs` and what follows them
+    arguments = (
+        *(tensors[i] for i in moves), spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group,
+        spec.seqlen_new, spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims,
+        triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
+        of.window_right >= 0, spec.early,
+    )  # fmt: skip
+    grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
+    options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
+    return KernelCall(merge_kernel, grid, arguments, moves, options)
 
 
-DECODE = DecodeKernel()
-MERGE = MergeKernel()
+DECODE = DecodePass()
 
 
 def passes_over(call: CachedCall) -> str | None:
@@ -221,7 +227,6 @@ def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -
     parts_like = torch.empty(n_acc + n_sums + n_lse, dtype=torch.float32, device=device)
     sums, lse = parts_like[n_acc:], lse_like if wants_lse else parts_like[n_acc + n_sums :]
     run = DECODE.run_for(spec, _inputs(call, q, parts_like, sums), (out_like, lse))
-    merge = MERGE.run_for(spec, _merged(call, parts_like, sums), (out_like, lse))
     empty_out(out_like, lse_like, parts_like)
 
     def decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -229,7 +234,6 @@ def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -
         sums, lse = behind(parts, n_acc), torch.empty_like(lse_like) if wants_lse else None
         lse_or_room = behind(parts, n_acc + n_sums) if lse is None else lse
         run(*_inputs(call, q, parts, sums), out, lse_or_room)
-        merge(*_merged(call, parts, sums), out, lse_or_room)
         return out, lse
 
     return decode
@@ -255,8 +259,3 @@ def _inputs(call: CachedCall, q: Tensor, acc: Tensor | None = None, sums: Tensor
         dense_rows(q), cache.k, cache.v, cache.lengths, cache.leftpad, cache.places, call.alibi_slopes, call.sinks,
         cache.k_descale, cache.v_descale, acc, sums, cache.end,
     )  # fmt: skip
-
-
-def _merged(call: CachedCall, acc: Tensor, sums: Tensor | int) -> Inputs:
-    """What `merge_kernel` reads."""
-    return acc, sums, call.cache.lengths, call.cache.leftpad, call.cache.end

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...arch import arch_of
 from ...spec import AttentionSpec
-from ..launcher import Launcher, Run, prepared
+from ..launcher import KernelCall, Launcher, Run, prepared
 from .config import Role, Tiles, choose
 
 LOG2E = 1.4426950408889634
@@ -49,7 +49,8 @@ class Kernel(Launcher):
         assert arch is not None, "a tensor on a GPU, and no GPU"
         tiles = choose(self.role, spec, arch)
         launch = self.describe(spec, tiles, *tensors)
-        return prepared(self.fn, device, launch.grid, (*tensors, *launch.arguments), len(tensors), tiles.options)
+        arguments = (*tensors, *launch.arguments)
+        return prepared(device, KernelCall(self.fn, launch.grid, arguments, range(len(tensors)), tiles.options))
 
 
 def dense_rows(x: Tensor) -> Tensor:
