@@ -22,10 +22,10 @@ from flashtile.backends.compiler import compiled_for
 from flashtile.backends.hopper.llvm_ir import for_roles
 from flashtile.backends.launcher import KernelCall, Launcher
 from flashtile.backends.triton import decode_launch
-from flashtile.backends.triton.append import APPEND, AppendSpec
+from flashtile.backends.triton.append import append_spec
 from flashtile.backends.triton.config import choose
 from flashtile.backends.triton.launch import Kernel
-from flashtile.cache import FP8, Cache, CachedCall
+from flashtile.cache import FP8, Arguments, CachedCall
 from flashtile.spec import AttentionSpec
 
 
@@ -78,41 +78,35 @@ def of_a_call(spec: AttentionSpec) -> tuple[Tensor, ...]:
     return q, k, v, out, empty(spec.batch, spec.heads_q, spec.seqlen_q)
 
 
-def cached_call(
-    case: AttentionSpec, stored: torch.dtype, page_size: int, terms: bool = False
-) -> tuple[CachedCall, Tensor]:
-    """A call over a cache, and q; with `terms` everything that may go into the softmax."""
+def cached_call(case: AttentionSpec, stored: torch.dtype, page_size: int, terms: bool = False) -> CachedCall:
+    """A call over a cache with one new key and rotary; with `terms` everything that may go into the softmax."""
     rows = (64, page_size) if page_size else (case.batch, case.seqlen_k)
     k, v = (empty(*rows, case.heads_k, dim, dtype=stored) for dim in (case.head_dim, case.head_dim_v))
     table = empty(case.batch, case.seqlen_k // page_size, dtype=torch.int32) if page_size else None
     lengths = empty(case.batch, dtype=torch.int32)
     scales = empty(case.batch, case.heads_k) if stored == FP8 else None
-    cache = Cache(k, v, None, table, lengths, None, 1, scales, scales)
     slopes, sinks = empty(case.batch, case.heads_q), empty(case.heads_q, dtype=case.dtype)
     q = empty(case.batch, case.seqlen_q, case.heads_q, case.head_dim, dtype=case.dtype)
-    return CachedCall(case, cache, *((slopes, sinks) if terms else (None, None))), q
+    new = (empty(case.batch, 1, case.heads_k, dim, dtype=case.dtype) for dim in (case.head_dim, case.head_dim_v))
+    tables, terms_or_none = (empty(case.seqlen_k, 16) for _ in range(2)), (slopes, sinks) if terms else (None, None)
+    given = Arguments(q, k, v, *new, *tables, lengths, None, None, table, *terms_or_none, scales, scales)
+    return CachedCall(case, given, interleaved=True)
 
 
-def compile_cached(call: CachedCall, q: Tensor, arch: str, num_splits: int = 0) -> Iterator[tuple[Usage, object]]:
-    """Usage and Triton's object of each kernel that a call with one new key and rotary runs on `arch`."""
-    for launched in cached_calls(call, q, arch, num_splits):
+def compile_cached(call: CachedCall, arch: str, num_splits: int = 0) -> Iterator[tuple[Usage, object]]:
+    """Usage and Triton's object of each kernel that a call over a cache runs on `arch`."""
+    for launched in cached_calls(call, arch, num_splits):
         yield compile_call(launched, arch)
 
 
-def cached_calls(call: CachedCall, q: Tensor, arch: str, num_splits: int = 0) -> list[KernelCall]:
-    """What such a call launches."""
-    cache, of = call.cache, call.spec
-    spec = decode_launch.decode_spec(call, num_splits, arch, 132)
-    parts = [empty(size) for size in spec.sizes_of_parts] if spec.merges else (None, None)
+def cached_calls(call: CachedCall, arch: str, num_splits: int = 0) -> list[KernelCall]:
+    """What such a call launches: the append, the decoding, and the merge if there is one."""
+    of, q = call.spec, call.given.q
+    decode = decode_launch.decode_spec(call, num_splits, arch, 132)
+    parts = [empty(size) for size in decode.sizes_of_parts]
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
-    lengths, end, descales = (cache.lengths, cache.leftpad), cache.end, (cache.k_descale, cache.v_descale)
-    terms, caches = (call.alibi_slopes, call.sinks), (cache.k, cache.v)
-    new = (empty(of.batch, 1, of.heads_k, dim, dtype=q.dtype) for dim in (of.head_dim, of.head_dim_v))
-    tables = empty(of.seqlen_k, 16), empty(of.seqlen_k, 16)
-    appended = AppendSpec(of, cache.page_size, 1, 16, True, cache.k.dtype == FP8)
-    read = *caches, *lengths, cache.places
-    decoding = calls_of(decode_launch.DECODE, spec, q, *read, *terms, *descales, *parts, end, out, lse)
-    return decoding + calls_of(APPEND, appended, q, *new, *read, *tables, *descales, end, q)
+    moving = *call.given, call.cache.end, q, *parts, out, lse
+    return calls_of(decode_launch.CACHED, (append_spec(call), decode), *moving)
 
 
 def _usage(compiled: object, arch: str) -> Usage:

@@ -75,7 +75,7 @@ def test_decode_kernels_compile_fit_and_do_not_spill(arch, dim, seqlen_q, stored
     if dim == 256 and seqlen_q > 1:
         pytest.skip("wide heads have 16 rows in a tile")
     case = spec((seqlen_q, 32768), (32, 8), (dim, dim), FLOAT if stored == FLOAT else BF16, right=0)
-    for usage, _ in compile_cached(*cached_call(case, stored, page_size=16), arch):
+    for usage, _ in compile_cached(cached_call(case, stored, page_size=16), arch):
         assert usage.shared <= SHARED_MEMORY[arch], usage
         assert not usage.spills or arch not in ("sm_80", "sm_90"), usage
 
@@ -91,7 +91,7 @@ def test_decode_tiles_of_every_head_dim_compile_fit_and_do_not_spill(page_size, 
     monkeypatch.setattr(decode_config, "load_of", lambda *_: load)
     page_size = 16 if load == "scattered" else page_size
     case = spec((1, 32768), (heads_q, 8), (dim, dim), BF16, batch=8)
-    for usage, _ in compile_cached(*cached_call(case, BF16, page_size), arch):
+    for usage, _ in compile_cached(cached_call(case, BF16, page_size), arch):
         assert usage.shared <= SHARED_MEMORY[arch], usage
         assert not usage.spills, usage
 
@@ -109,10 +109,10 @@ def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, he
     lengths are on the device all but those of whole tasks are merged."""
     for dim, times in ((128, 1), (64, 2)):
         case = spec((1, capacity * times), (32, heads_k), (dim, dim), BF16, batch=batch)
-        call, q = cached_call(case, BF16, page_size * times)
+        call = cached_call(case, BF16, page_size * times)
         assert decode_config.load_of(call, 132) == load
         assert decode_launch.decode_spec(call, 0, arch, 132).merges == (load not in decode_config.ROUND)
-        for usage, _ in compile_cached(call, q, arch):
+        for usage, _ in compile_cached(call, arch):
             assert usage.shared <= SHARED_MEMORY[arch], usage
             assert not usage.spills, usage
 
@@ -125,10 +125,10 @@ def test_decode_tiles_that_no_kernel_takes_say_so(tile_n):
 
 def test_a_cache_whose_keys_lie_far_apart_is_left_to_others():
     """Places in a block are 32-bit numbers."""
-    call, _ = cached_call(spec((1, 32768), (32, 8), (128, 128), BF16), BF16, page_size=0)
+    call = cached_call(spec((1, 32768), (32, 8), (128, 128), BF16), BF16, page_size=0)
     for apart, left in ((1 << 22, False), (1 << 23, True)):
         v = torch.empty_strided(call.cache.v.shape, (1 << 40, apart, 128, 1), dtype=BF16, device="meta")
-        reason = decode_launch.passes_over(call._replace(cache=call.cache._replace(v=v)))
+        reason = decode_launch.passes_over(call._replace(given=call.given._replace(v_cache=v)))
         assert reason == ("keys or values lie 8388608 numbers apart; it wants fewer than 8388608" if left else None)
 
 
@@ -153,13 +153,13 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 @pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
 def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, capacity, programs):
     """In a round of so many on each multiprocessor, or in many rounds; else programs share them, or have some each."""
-    call, q = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
-    call = call._replace(cache=call.cache._replace(seqlens=length))
+    call = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    call = call._replace(given=call.given._replace(cache_seqlens=length))
     assert decode_config.load_of(call, 132) == load
     assert not decode_config.choose(call, "sm_90", 132, num_splits=2).whole
     launched = decode_launch.decode_spec(call, 0, "sm_90", 132)
     assert (launched.programs, launched.merges) == (programs, programs > 0 and batch * 8 % programs > 0)
-    kernels = list(compile_cached(call, q, "sm_90"))
+    kernels = list(compile_cached(call, "sm_90"))
     assert len(kernels) == 2 + launched.merges
     assert not any(usage.spills for usage, _ in kernels)
 
@@ -173,7 +173,7 @@ def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load,
 def test_decode_programs_of_several_blocks_that_start_early_keep_a_multiprocessor_for_themselves(
     batch, heads_k, capacity, arch, alone
 ):
-    call, _ = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    call = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
     assert decode_launch.decode_spec(call, 0, arch, 132).alone == alone
 
 
@@ -181,7 +181,7 @@ def test_decode_programs_of_several_blocks_that_start_early_keep_a_multiprocesso
 @pytest.mark.parametrize("num_splits", [0, 1], ids=["shares", "one part"])
 def test_decode_asks_for_the_first_keys_before_it_waits_for_queries(num_splits, heads_k):
     case = spec((1, 4096), (32, heads_k), (128, 128), BF16)
-    (_, compiled), *_ = compile_cached(*cached_call(case, BF16, page_size=0), "sm_90", num_splits)
+    _, (_, compiled), *_ = compile_cached(cached_call(case, BF16, page_size=0), "sm_90", num_splits)
     code = [text for _, text in machine_code(compiled)]
     first = next(i for i, text in enumerate(code) if "LDGSTS" in text)
     assert not any(re.search(r"STS\.128", text) for text in code[:first])  # q, on its way to a product
@@ -193,8 +193,8 @@ def test_decode_asks_for_the_first_keys_before_it_waits_for_queries(num_splits, 
 @pytest.mark.parametrize("num_splits", [0, 1], ids=["shares", "one part"])
 def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(num_splits, stored, dim, page_size):
     case = spec((1, 32768), (32, 8), (dim, dim), BF16, right=0)
-    call, q = cached_call(case, stored, page_size)
-    (usage, compiled), *_ = compile_cached(call, q, "sm_90", num_splits)
+    call = cached_call(case, stored, page_size)
+    _, (usage, compiled), *_ = compile_cached(call, "sm_90", num_splits)
     widths = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", compiled.asm["ptx"])
     assert set(widths) == {"0x10"}
     tiles = decode_config.choose(call, "sm_90", 132)
@@ -212,7 +212,7 @@ def test_decode_loads_keys_and_values_16_bytes_wide_and_blocks_ahead(num_splits,
 @pytest.mark.parametrize("heads_k", [1, 8])
 def test_the_merge_starts_early_and_then_waits_for_memory_once(arch, heads_k):
     case = spec((1, 32768), (32, heads_k), (128, 128), BF16)
-    (_, decoding), _, (_, merging) = compile_cached(*cached_call(case, BF16, page_size=0), arch)
+    _, (_, decoding), (_, merging) = compile_cached(cached_call(case, BF16, page_size=0), arch)
     early = arch != "sm_80"
     for kernel in (decoding, merging):
         ptx = kernel.asm["ptx"]
@@ -236,8 +236,8 @@ def test_the_merge_starts_early_and_then_waits_for_memory_once(arch, heads_k):
 def test_every_feature_of_a_cached_call_at_once_compiles(arch, page_size, num_splits):
     case = spec((5, 1024), (6, 2), (80, 48), torch.float16, scale=-0.3, **FEATURES)
     stored = torch.float16 if arch == "sm_80" else FP8
-    call, q = cached_call(case, stored, page_size, terms=True)
-    assert len(list(compile_cached(call, q, arch, num_splits))) == 3 - num_splits
+    call = cached_call(case, stored, page_size, terms=True)
+    assert len(list(compile_cached(call, arch, num_splits))) == 3 - num_splits
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -18,6 +18,44 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
 
+class Arguments(NamedTuple):
+    """The tensors that flash_attn_with_kvcache is given, and cache_seqlens; see there."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+
+    def tidied(self, spec: AttentionSpec) -> Arguments:
+        """Every last stride 1 but the caches', scales (B, Hk) and slopes (B, Hq); what is so stays as it is."""
+        dense = self._make(
+            x if x is None or isinstance(x, int) or x is self.k_cache or x is self.v_cache or x.stride(-1) == 1
+            else x.contiguous()
+            for x in self
+        )  # fmt: skip
+        return dense._replace(
+            alibi_slopes=_of_each_sequence(dense.alibi_slopes, spec.batch),
+            k_descale=_of_each_sequence(dense.k_descale, spec.batch),
+            v_descale=_of_each_sequence(dense.v_descale, spec.batch),
+        )
+
+
+def _of_each_sequence(x: Tensor | None, batch: int) -> Tensor | None:
+    """(B, heads), of which x may be one for all."""
+    return x if x is None or x.dim() == 2 else x.expand(batch, *x.shape)
+
+
 class Cache(NamedTuple):
     """Where the keys and values of each sequence lie. The last stride of every tensor but k and v is 1.
 
@@ -136,34 +174,53 @@ def _meant(stored: Tensor, descale: Tensor | None, sequence: int) -> Tensor:
     return stored.float() if descale is None else stored.float() * descale[sequence, :, None]
 
 
-class Rotary(NamedTuple):
-    """cos, sin: (positions, R). interleaved: pairs are neighbours."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-
-
 class CachedCall(NamedTuple):
-    """One checked call. spec: of all sequences, its seqlen_k the cache's capacity.
+    """One checked call. spec: of all sequences, its seqlen_k the cache's capacity. given: tidied.
 
     alibi_slopes: (B, Hq) float32, or None: -slope |i + Sk - Sq - j| is added to the score of query i and key j.
     sinks: (Hq,), or None: a score that has no value, in the softmax of each query of a head.
     """
 
     spec: AttentionSpec
-    cache: Cache
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
+    given: Arguments
+    interleaved: bool
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Tensor:
-        """Writes the new keys, turned, into the cache; returns the queries, turned."""
-        first, end = self.cache.spans(len(q))
+    @property
+    def cache(self) -> Cache:
+        given = self.given
+        return Cache(
+            given.k_cache, given.v_cache, given.cache_batch_idx, given.block_table, given.cache_seqlens,
+            given.cache_leftpad, self.seqlen_new, given.k_descale, given.v_descale,
+        )  # fmt: skip
+
+    @property
+    def seqlen_new(self) -> int:
+        return 0 if self.given.k is None else self.given.k.shape[1]
+
+    @property
+    def alibi_slopes(self) -> Tensor | None:
+        return self.given.alibi_slopes
+
+    @property
+    def sinks(self) -> Tensor | None:
+        return self.given.sinks
+
+    @property
+    def rotary_dims(self) -> int:
+        """R, of which 2 R dims of each head are turned."""
+        return 0 if self.given.rotary_cos is None else self.given.rotary_cos.shape[1]
+
+    def append(self) -> Tensor:
+        """Writes the new keys, if there are any, turned, into the cache; returns the queries, turned."""
+        q, k, v, cos, sin, cache = self.given.q, self.given.k, self.given.v, *self.given[5:7], self.cache
+        if k is None or v is None:
+            return q
+        first, end = cache.spans(len(q))
         start = end - k.shape[1]
-        if rotary is not None:
-            tables, position = (rotary.cos, rotary.sin), (start - first)[:, None]
-            k = apply_rotary(k, *tables, position + torch.arange(k.shape[1], device=k.device), rotary.interleaved)
+        if cos is not None and sin is not None:
+            position = (start - first)[:, None]
+            k = apply_rotary(k, cos, sin, position + torch.arange(k.shape[1], device=k.device), self.interleaved)
             steps = torch.arange(q.shape[1], device=q.device) * self.spec.masked
-            q = apply_rotary(q, *tables, position + steps, rotary.interleaved)
-        self.cache.write(k, v, start)
+            q = apply_rotary(q, cos, sin, position + steps, self.interleaved)
+        cache.write(k, v, start)
         return q

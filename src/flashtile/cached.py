@@ -17,30 +17,10 @@ from torch.nn import Parameter
 
 from . import dispatch
 from . import spec as checks
-from .backends import Append, Decode
-from .cache import FP8, Cache, CachedCall, Rotary
+from .backends import Attend
+from .cache import FP8, Arguments, Cache, CachedCall
 from .merge import with_sinks
 from .spec import AttentionSpec
-
-
-class Arguments(NamedTuple):
-    """The tensors that came to flash_attn_with_kvcache, and cache_seqlens; see there."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    rotary_cos: Tensor | None
-    rotary_sin: Tensor | None
-    cache_seqlens: int | Tensor | None
-    cache_batch_idx: Tensor | None
-    cache_leftpad: Tensor | None
-    block_table: Tensor | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
 
 
 class Settings(NamedTuple):
@@ -59,23 +39,15 @@ class Prepared(NamedTuple):
     """What runs a call over a cache, and others of the same `_layout`, for which nothing is looked up again."""
 
     spec: AttentionSpec
-    interleaved: bool
-    append: Append | None  # None: nothing is new
-    decode: Decode
-
-    def run(self, given: tuple) -> tuple[Tensor, Tensor | None]:
-        """(out, lse) of `Arguments`, once the new keys, if there are any, are in the cache."""
-        call, q = _call(given, self.spec), given[0]
-        if isinstance(call.cache.seqlens, int):
-            _check_length(call.cache.seqlens, call.cache)
-        if self.append is not None:
-            q = self.append(call, q, *given[3:5], _rotary(given, self.interleaved))
-        return self.decode(call, q)
+    tidy: bool  # whether arguments are `tidied` as they come
+    most: int  # keys before the new ones
+    attend: Attend
 
 
 PREPARED: dict[tuple | None, Prepared] = {}
 """By `_layout`."""
 _MOST_PREPARED = 4096
+_LENGTHS = Arguments._fields.index("cache_seqlens")
 
 
 def attention(given: tuple, settings: tuple, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -93,7 +65,12 @@ def attention(given: tuple, settings: tuple, wants_lse: bool) -> tuple[Tensor, T
     if prepared is None:
         with torch.no_grad():
             return _first_attention(Arguments(*given), Settings(*settings), wants_lse, key)
-    return prepared.run(given)
+    if not prepared.tidy:
+        given = Arguments(*given).tidied(prepared.spec)
+    lengths = given[_LENGTHS]
+    if type(lengths) is int and not 0 <= lengths <= prepared.most:
+        checked(Arguments(*given), Settings(*settings))
+    return prepared.attend(given)
 
 
 def _has_numbers_to_check(q: Tensor) -> bool:
@@ -123,44 +100,19 @@ def _first_attention(
     given: Arguments, settings: Settings, wants_lse: bool, key: tuple | None
 ) -> tuple[Tensor, Tensor | None]:
     """`attention`, and what runs it is kept as `key`, unless that is None."""
-    call, rotary = _call(given, checked(given, settings)), _rotary(given, settings.rotary_interleaved)
-    decoding = dispatch.decoder(call, given.q.device, settings.backend)
-    if decoding is None:
-        return _one_after_the_other(call, given, rotary, settings.backend)
-    append = None if given.k is None else decoding.append_like(call, given.q, given.k, given.v, rotary)
-    decode = decoding.decode_like(call, given.q, settings.num_splits, wants_lse)
-    prepared = Prepared(call.spec, settings.rotary_interleaved, append, decode)
+    spec = checked(given, settings)
+    tidied = given.tidied(spec)
+    call = CachedCall(spec, tidied, settings.rotary_interleaved)
+    backend = dispatch.decoder(call, given.q.device, settings.backend)
+    if backend is None:
+        return _one_after_the_other(call, settings.backend)
+    attend = backend.attend_like(call, settings.num_splits, wants_lse)
     if key is not None:
         if len(PREPARED) >= _MOST_PREPARED:
             PREPARED.clear()
-        PREPARED[key] = prepared
-    return prepared.run(given)
-
-
-def _call(given: tuple, spec: AttentionSpec) -> CachedCall:
-    """The call of arguments that are right."""
-    _, k_cache, v_cache, k, _, _, _, lengths, rows, leftpad, table, slopes, sinks, k_descale, v_descale = given
-    if k_descale is not None:
-        k_descale = _dense(k_descale).expand(spec.batch, spec.heads_k)
-    if v_descale is not None:
-        v_descale = _dense(v_descale).expand(spec.batch, spec.heads_k)
-    if slopes is not None:
-        slopes = _dense(slopes).expand(spec.batch, spec.heads_q)
-    cache = Cache(
-        k_cache, v_cache, _dense(rows), _dense(table), lengths if isinstance(lengths, int) else _dense(lengths),
-        _dense(leftpad), 0 if k is None else k.shape[1], k_descale, v_descale,
-    )  # fmt: skip
-    return CachedCall(spec, cache, slopes, _dense(sinks))
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    """A tensor whose last stride is 1."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
-def _rotary(given: tuple, interleaved: bool) -> Rotary | None:
-    cos, sin = given[5:7]
-    return None if cos is None or sin is None else Rotary(cos, sin, interleaved)
+        tidy = all(ours is theirs for ours, theirs in zip(tidied, given, strict=True))
+        PREPARED[key] = Prepared(spec, tidy, spec.seqlen_k - call.seqlen_new, attend)
+    return attend(tidied)
 
 
 def checked(given: Arguments, settings: Settings) -> AttentionSpec:
@@ -308,19 +260,16 @@ def _forward_of(
     return partial(dispatch.choose(spec, device, backend if n_keys else None).forward, spec)
 
 
-def _one_after_the_other(
-    call: CachedCall, given: Arguments, rotary: Rotary | None, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    q = given.q
-    first, end = call.cache.spans(len(q))
+def _one_after_the_other(call: CachedCall, backend: str | None) -> tuple[Tensor, Tensor]:
+    q, cache = call.given.q, call.cache
+    first, end = cache.spans(len(q))
     spans = list(zip(first.tolist(), end.tolist(), strict=True))
     forwards = [_forward_of(call, sequence, n - f, q.device, backend) for sequence, (f, n) in enumerate(spans)]
-    if given.k is not None and given.v is not None:
-        q = call.append(q, given.k, given.v, rotary)
+    q = call.append()
     outs = [q.new_empty(0, *q.shape[1:3], call.spec.head_dim_v)]
     lses = [q.new_empty(0, q.shape[2], q.shape[1], dtype=call.spec.lse_dtype)]
     for sequence, ((first, end), forward) in enumerate(zip(spans, forwards, strict=True)):
-        k, v = call.cache.read(sequence, first, end)
+        k, v = cache.read(sequence, first, end)
         dtype = torch.promote_types(q.dtype, k.dtype)
         out, lse = forward(*(x.to(dtype) for x in (q[sequence : sequence + 1], k, v)))
         if call.sinks is not None:

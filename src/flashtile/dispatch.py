@@ -92,9 +92,9 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None
 
 
 def decoder(call: CachedCall, device: torch.device, backend: str | None = None) -> Any:
-    """The backend for a call over a cache as a whole, a Backend that has `decode_like`; None where none takes it."""
+    """The backend for a call over a cache as a whole, a Backend that has `attend_like`; None where none takes it."""
     names = BACKENDS if backend is None else (backend,)
-    able: list[Any] = [BACKENDS[name] for name in names if hasattr(BACKENDS[name], "decode_like")]
+    able: list[Any] = [BACKENDS[name] for name in names if hasattr(BACKENDS[name], "attend_like")]
     return next((b for b in able if b.supports(call.spec, device) is None and b.passes_over(call) is None), None)
 
 

@@ -3,10 +3,9 @@
     supports(spec, device)                             -> None, or the reason why it cannot take the spec there
     forward(spec, q, k, v)                             -> out, lse
     forward_like(spec, q, k, v)                        -> f(q, k, v) for tensors that lie like these, or None (optional)
-    append_like(call, q, k, v, rotary)                 -> f(call, q, k, v, rotary) -> q turned, for calls like this
-                                                          one; k, turned, and v are in the cache then
-    decode_like(call, q, num_splits, wants_lse)        -> f(call, q) -> out, lse (optional, as are its neighbours); lse
-                                                          may be None where it is not wanted
+    attend_like(call, num_splits, wants_lse)           -> f(given) -> out, lse, for the arguments of calls like a
+                                                          CachedCall, whose new keys are in the cache then; lse may be
+                                                          None where it is not wanted (optional, as is its neighbour)
     passes_over(call)                                  -> None, or why it leaves a CachedCall to `forward`
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
     backward_like(spec, dout, dlse, q, k, v, out, lse) -> f of tensors that lie like these, or None (optional)
@@ -28,8 +27,5 @@ Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """backward(dout, dlse, q, k, v, out, lse) -> (dq, dk, dv)"""
 
-Append = Callable[..., Tensor]
-"""append(call, q, k, v, rotary) -> q, turned"""
-
-Decode = Callable[..., tuple[Tensor, Tensor | None]]
-"""decode(call, q) -> (out, lse)"""
+Attend = Callable[[tuple], tuple[Tensor, Tensor | None]]
+"""attend(given) -> (out, lse), given as a `cache.Arguments`, tidied"""

@@ -163,19 +163,22 @@ def prepared(device: torch.device, *calls: KernelCall) -> Run:
 def run_of(kernels: list[Any], calls: tuple[KernelCall, ...], device: torch.device) -> Run:
     """The launches of kernels that Triton compiled for these calls, on `device`.
 
-    A run takes tensors, or their addresses, in the place of the arguments that move, which are tensors, their
-    descriptors, or None; each must lie in memory as the one before. A number among them, of which the kernels make no
-    variants, is another in each run. The other arguments stay.
+    A run takes tensors, or their addresses, in the place of the arguments that move, which are tensors or their
+    descriptors; each must lie in memory as the one before. A number among them, of which the kernels make no variants,
+    is another in each run. None among them, and the other arguments, stay.
     """
     return through_driver(kernels, calls, device.index) or _through_triton(kernels, calls, device.index)
 
 
 def _interpreted(calls: tuple[KernelCall, ...]) -> Run:
-    launches = [(x.fn[(x.grid,)], x.moves, x.arguments[len(x.moves) :], x.options) for x in calls]
+    launches = []
+    for call in calls:
+        moves, others = _moves(call), call.arguments[len(call.moves) :]
+        launches.append((call.fn[(call.grid,)], moves, others, call.options))
 
     def run(*tensors: Tensor | int | None) -> None:
         for launch, moves, others, options in launches:
-            launch(*(tensors[i] for i in moves), *others, **options)
+            launch(*(None if i is None else tensors[i] for i, _ in moves), *others, **options)
 
     return run
 
@@ -183,18 +186,26 @@ def _interpreted(calls: tuple[KernelCall, ...]) -> Run:
 def _through_triton(kernels: list[Any], calls: tuple[KernelCall, ...], device_index: int) -> Run:
     launches = []
     for kernel, call in zip(kernels, calls, strict=True):
-        moving, others = call.arguments[: len(call.moves)], call.arguments[len(call.moves) :]
-        described = [None if x is None or isinstance(x, Tensor | int) else _of(x, None) for x in moving]
-        launches.append((kernel[(call.grid, 1, 1)], list(zip(call.moves, described, strict=True)), others))
+        launches.append((kernel[(call.grid, 1, 1)], _moves(call), call.arguments[len(call.moves) :]))
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def run(*tensors: Tensor | int | None) -> None:
         with contextlib.nullcontext() if current_device() == device_index else torch.cuda.device(device_index):
             for launch, moves, others in launches:
-                alike = (tensors[i] if like is None else _of(like, tensors[i]) for i, like in moves)
+                moved = ((None if i is None else tensors[i], like) for i, like in moves)
+                alike = (x if like is None else _of(like, x) for x, like in moved)
                 launch(*alike, *others, stream=stream_of(device_index))
 
     return run
+
+
+def _moves(call: KernelCall) -> list[tuple[int | None, Any]]:
+    """Of each argument that moves: which one of a run's it is, if it is not None, and its descriptor, if it has one."""
+    arguments = call.arguments[: len(call.moves)]
+    return [
+        (None if x is None else i, None if x is None or isinstance(x, Tensor | int) else _of(x, None))
+        for x, i in zip(arguments, call.moves, strict=True)
+    ]
 
 
 def _of(descriptor: Any, tensor: Tensor | int | None) -> Any:

@@ -6,10 +6,10 @@ import torch
 
 from ...spec import AttentionSpec
 from .backward import backward
-from .decode import append_like, decode_like, passes_over
+from .decode import attend_like, passes_over
 from .forward import forward
 
-__all__ = ["append_like", "backward", "decode_like", "forward", "passes_over", "supports"]
+__all__ = ["attend_like", "backward", "forward", "passes_over", "supports"]
 
 
 def supports(spec: AttentionSpec, device: torch.device) -> str | None:

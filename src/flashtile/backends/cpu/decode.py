@@ -13,10 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from ...cache import CachedCall, Rotary
+from ...cache import Arguments, CachedCall
 from ...merge import with_sinks
 from ...spec import AttentionSpec
-from .. import Append, Decode
+from .. import Attend
 from .forward import DECODING_ROWS
 from .tile import by_key_head
 
@@ -40,14 +40,14 @@ def passes_over(call: CachedCall) -> str | None:
     return None
 
 
-def append_like(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Append:
-    """append(call, q, k, v, rotary): writes the new keys, turned, into the cache; returns the queries, turned."""
-    return CachedCall.append
+def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
+    """attend(given), which has lse anyway; num_splits is for programs, of which there are none."""
 
+    def attend(given: tuple) -> tuple[Tensor, Tensor]:
+        like = call._replace(given=Arguments(*given))
+        return _decode(like, like.append())
 
-def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -> Decode:
-    """`_decode`, which has lse anyway; num_splits is for programs, of which there are none."""
-    return _decode
+    return attend
 
 
 def _decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor]:

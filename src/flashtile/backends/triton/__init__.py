@@ -20,13 +20,12 @@ _INTERPRETED = env.triton_interpret()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 if _INSTALLED:
-    from .append import append_like
     from .backward import backward, backward_like
-    from .decode_launch import decode_like, passes_over
+    from .decode_launch import attend_like, passes_over
     from .forward import forward, forward_like
 
 __all__ = [
-    "append_like", "backward", "backward_like", "decode_like", "forward", "forward_like", "passes_over", "plan",
+    "attend_like", "backward", "backward_like", "forward", "forward_like", "passes_over", "plan",
     "supports",
 ]  # fmt: skip
 

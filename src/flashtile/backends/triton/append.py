@@ -4,19 +4,16 @@ Legend: q (B, Sq, Hq, D) · k, v (B, Sn, Hk, D | Dv) · caches (rows, capacity, 
 (pages, page_size, Hk, D | Dv) · cos, sin (positions, R).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...cache import FP8, FP8_MAX, CachedCall, Rotary
+from ...cache import FP8, FP8_MAX, CachedCall
 from ...spec import AttentionSpec
-from .. import Append
-from ..launcher import Inputs, KernelCall, Launcher, Run, empty_out, prepared
+from ..launcher import KernelCall
 from .decode import page_of_keys
-from .launch import dense_rows, strides
+from .launch import call_of, places_of, rows_apart, strides
 
 OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": True}
 HEADS = 8  # of one program: 16 bytes for each of its threads at D 128
@@ -140,57 +137,31 @@ class AppendSpec(NamedTuple):
     quantized: bool
 
 
-class AppendKernel(Launcher):
+def append_spec(call: CachedCall) -> AppendSpec | None:
+    """None where nothing is new."""
+    if call.given.k is None:
+        return None
+    cache, dims = call.cache, call.rotary_dims
+    return AppendSpec(
+        call.spec, cache.page_size, cache.seqlen_new, dims, dims > 0 and call.interleaved, cache.k.dtype == FP8
+    )
+
+
+def append_call(spec: AppendSpec, moving: dict[str, Any]) -> KernelCall:
     """`append_kernel`, of the new tokens and of where they go to the turned queries."""
-
-    def prepare(self, spec: AppendSpec, tensors: tuple) -> Run:
-        q, k, v, k_cache, v_cache, _, _, places, cos, sin, k_descale, v_descale, *_ = tensors
-        of = spec.attention
-        seqlen = max(of.seqlen_q, spec.seqlen_new) if spec.rotary_dims else spec.seqlen_new
-        arguments = (
-            *tensors, *strides(q), *strides(k), *strides(v), *strides(k_cache), *strides(v_cache),
-            *(0 if x is None else x.stride(0) for x in (places, cos, sin, k_descale, v_descale)),
-            of.seqlen_q, spec.seqlen_new, seqlen, of.heads_q, of.heads_k, FP8_MAX,
-            of.head_dim, of.head_dim_v, triton.next_power_of_2(of.head_dim), triton.next_power_of_2(of.head_dim_v),
-            HEADS, spec.rotary_dims, spec.interleaved, of.masked, spec.page_size,
-            spec.quantized,
-        )  # fmt: skip
-        blocks = -(-of.heads_k // HEADS) + (-(-of.heads_q // HEADS) if spec.rotary_dims else 0)
-        grid = blocks * seqlen * of.batch
-        return prepared(q.device, KernelCall(append_kernel, grid, arguments, range(len(tensors)), OPTIONS))
-
-
-APPEND = AppendKernel()
-
-
-def append_like(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Append:
-    """append(call, q, k, v, rotary) for calls like this one: writes the new keys, turned, into the cache; returns the
-    queries, turned: q itself where there is no rotary.
-    """
-    cache = call.cache
-    spec = AppendSpec(
-        call.spec, cache.page_size, cache.seqlen_new, 0 if rotary is None else rotary.cos.shape[1],
-        rotary is not None and rotary.interleaved, cache.k.dtype == FP8,
+    of, places = spec.attention, places_of(spec.page_size)
+    names = (
+        "q", "k", "v", "k_cache", "v_cache", "cache_seqlens", "cache_leftpad", places, "rotary_cos", "rotary_sin",
+        "k_descale", "v_descale", "end", "turned" if spec.rotary_dims else "q",
     )  # fmt: skip
-    turned_like = None if rotary is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    q = dense_rows(q)
-    run = APPEND.run_for(spec, _inputs(call, q, k, v, rotary), (q if turned_like is None else turned_like,))
-    empty_out(turned_like)
-
-    def append(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Tensor:
-        q = dense_rows(q)
-        turned = q if turned_like is None else torch.empty_like(turned_like)
-        run(*_inputs(call, q, k, v, rotary), turned)
-        return turned
-
-    return append
-
-
-def _inputs(call: CachedCall, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary | None) -> Inputs:
-    """What `append_kernel` reads, and the cache."""
-    cache = call.cache
-    tables = (None, None) if rotary is None else (dense_rows(rotary.cos), dense_rows(rotary.sin))
-    return (
-        q, dense_rows(k), dense_rows(v), cache.k, cache.v, cache.lengths, cache.leftpad, cache.places, *tables,
-        cache.k_descale, cache.v_descale, cache.end,
+    seqlen = max(of.seqlen_q, spec.seqlen_new) if spec.rotary_dims else spec.seqlen_new
+    scalars = (
+        *(stride for name in names[:5] for stride in strides(moving[name])),
+        *(rows_apart(moving[name]) for name in (places, "rotary_cos", "rotary_sin", "k_descale", "v_descale")),
+        of.seqlen_q, spec.seqlen_new, seqlen, of.heads_q, of.heads_k, FP8_MAX,
+        of.head_dim, of.head_dim_v, triton.next_power_of_2(of.head_dim), triton.next_power_of_2(of.head_dim_v),
+        HEADS, spec.rotary_dims, spec.interleaved, of.masked, spec.page_size,
+        spec.quantized,
     )  # fmt: skip
+    blocks = -(-of.heads_k // HEADS) + (-(-of.heads_q // HEADS) if spec.rotary_dims else 0)
+    return call_of(append_kernel, blocks * seqlen * of.batch, moving, names, scalars, OPTIONS)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ...arch import arch_of
-from ...cache import FP8, CachedCall
+from ...cache import FP8, Arguments, CachedCall
 from ...spec import AttentionSpec
-from .. import Decode
-from ..launcher import Inputs, KernelCall, Launcher, Run, behind, empty_out, prepared, results_of
+from .. import Attend
+from ..launcher import KernelCall, Launcher, Run, behind, empty_out, prepared, results_of
+from .append import AppendSpec, append_call, append_spec
 from .decode import decode_kernel, merge_kernel
 from .decode_config import (
     MOST_KEYS,
@@ -26,7 +27,7 @@ from .decode_config import (
     tile_m,
 )
 from .decode_shares import shares_of_line
-from .launch import FLOAT32_TINY, dense_rows, exact, score_units, strides
+from .launch import FLOAT32_TINY, call_of, exact, places_of, rows_apart, score_units, strides
 
 FEWEST_MERGED, MOST_MERGED = 8, 128  # parts of a row at a time: fewer leave threads idle, more go round again
 MERGED = 2048  # numbers of a program that merges, one warp: 64 in each of its threads are 16 loads under way
@@ -141,28 +142,24 @@ def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
     return caches[0].dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_") and even
 
 
-class DecodePass(Launcher):
-    """`decode_kernel`, from q, the cache, scales and parts to out and lse, and `merge_kernel` if tasks may be split."""
-
-    def prepare(self, spec: DecodeSpec, tensors: tuple) -> Run:
-        calls = [decode_call(spec, tensors)]
-        if spec.merges:
-            calls.append(merge_call(spec, tensors))
-        return prepared(tensors[0].device, *calls)
-
-
-def decode_call(spec: DecodeSpec, tensors: tuple) -> KernelCall:
-    """`decode_kernel`, of all tensors."""
-    q, k, v, _, _, places, slopes, _, k_descale, v_descale, *_ = tensors
-    of = spec.attention
+def decode_call(spec: DecodeSpec, moving: dict[str, Any], turned: bool) -> KernelCall:
+    """`decode_kernel`, of q, turned or not, the cache, scales and parts to out and lse."""
+    q, k, v = (moving[name] for name in ("q", "k_cache", "v_cache"))
+    of, places = spec.attention, places_of(spec.page_size)
+    if not spec.merges:
+        moving = moving | {"acc": None, "sums": None}
+    names = (
+        "turned" if turned else "q", "k_cache", "v_cache", "cache_seqlens", "cache_leftpad", places, "alibi_slopes",
+        "sinks", "k_descale", "v_descale", "acc", "sums", "end", "out", "lse",
+    )  # fmt: skip
     unit, cap_in = score_units(of)
     pairs = in_pairs(spec, q, k, v)
     least_dims = 32 if pairs else 16  # of a tile: half of it, or all, are the 16 that the matrix units want
     stride_vb, stride_vs, stride_vh = strides(v)
     strides_v = stride_vb, None if stride_vs == k.stride(1) else stride_vs, stride_vh
-    arguments = (
-        *tensors, *strides(q), *strides(k), *strides_v,
-        *(0 if x is None else x.stride(0) for x in (places, slopes, k_descale, v_descale)),
+    scalars = (
+        *strides(moving[names[0]]), *strides(k), *strides_v,
+        *(rows_apart(moving[name]) for name in (places, "alibi_slopes", "k_descale", "v_descale")),
         of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width, spec.least,
         of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right,
         of.head_dim, of.head_dim_v,
@@ -172,27 +169,46 @@ def decode_call(spec: DecodeSpec, tensors: tuple) -> KernelCall:
         k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.early,
     )  # fmt: skip
     options = spec.tiles.options | spec.launch_options
-    grid = spec.programs or spec.tasks
-    return KernelCall(decode_kernel, grid, arguments, range(len(tensors)), options, spec.alone)
+    return call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options, spec.alone)
 
 
-def merge_call(spec: DecodeSpec, tensors: tuple) -> KernelCall:
+def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     """`merge_kernel`, from the parts and the lengths to out and lse."""
     of = spec.attention
     parts, dims = merge_tile(spec)
-    moves = 10, 11, 3, 4, 12, 13, 14  # parts, lengths, leftpad, end, out and lse of `_inputs` and what follows them
-    arguments = (
-        *(tensors[i] for i in moves), spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group,
-        spec.seqlen_new, spec.width, spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims,
-        triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, of.window_left >= 0,
-        of.window_right >= 0, spec.early,
+    names = "acc", "sums", "cache_seqlens", "cache_leftpad", "end", "out", "lse"
+    scalars = (
+        spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width,
+        spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims, triton.next_power_of_2(of.batch),
+        tile_m(of), spec.tiles.tile_n, of.window_left >= 0, of.window_right >= 0, spec.early,
     )  # fmt: skip
     grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
     options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
-    return KernelCall(merge_kernel, grid, arguments, moves, options)
+    return call_of(merge_kernel, grid, moving, names, scalars, options)
 
 
-DECODE = DecodePass()
+LENGTHS = Arguments._fields.index("cache_seqlens")
+MOVING = (*Arguments._fields, "end", "turned", "acc", "sums", "out", "lse")
+"""What a run takes: arguments, where keys end, room for turned queries and for parts, and results."""
+
+
+class CachedPass(Launcher):
+    """All kernels of a call over a cache: `append_kernel` if keys are new, `decode_kernel`, `merge_kernel` if tasks may
+    be split."""
+
+    def prepare(self, spec: tuple[AppendSpec | None, DecodeSpec], tensors: tuple) -> Run:
+        append, decode = spec
+        moving = dict(zip(MOVING, tensors, strict=True))
+        if isinstance(moving["cache_seqlens"], int):
+            moving["cache_seqlens"] = None  # what it says is in `end`
+        calls = [] if append is None else [append_call(append, moving)]
+        calls.append(decode_call(decode, moving, append is not None and append.rotary_dims > 0))
+        if decode.merges:
+            calls.append(merge_call(decode, moving))
+        return prepared(moving["q"].device, *calls)
+
+
+CACHED = CachedPass()
 
 
 def passes_over(call: CachedCall) -> str | None:
@@ -208,54 +224,36 @@ def passes_over(call: CachedCall) -> str | None:
     return None
 
 
-def decode_like(call: CachedCall, q: Tensor, num_splits: int, wants_lse: bool) -> Decode:
-    """decode(call, q) for calls like this one: out, and lse if it is wanted, by Flash-Decoding.
+def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
+    """attend(given) for arguments like those of this call, by Flash-Decoding: out, and lse if it is wanted.
 
-    num_splits: see `decode_spec`. Each tensor costs the host a twentieth of a call: the parts are one, with lse behind
-    them if nobody wants it.
+    num_splits: see `decode_spec`. Each tensor costs the host a twentieth of a call: parts are one, with lse behind them
+    if nobody wants it.
     """
-    of, device = call.spec, q.device
+    of, given, device = call.spec, call.given, call.given.q.device
     arch = arch_of(device)
     assert arch is not None, "a tensor on a GPU, and no GPU"
     multiprocessors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-    spec = decode_spec(call, num_splits, arch, multiprocessors)
+    decode = decode_spec(call, num_splits, arch, multiprocessors)
     out_like, lse_like = results_of(of, device)
-    if not spec.merges:
-        return _without_parts(call, q, spec, out_like, lse_like)
-    n_acc, n_sums = spec.sizes_of_parts
-    n_lse = 0 if wants_lse else lse_like.numel()
-    parts_like = torch.empty(n_acc + n_sums + n_lse, dtype=torch.float32, device=device)
-    sums, lse = parts_like[n_acc:], lse_like if wants_lse else parts_like[n_acc + n_sums :]
-    run = DECODE.run_for(spec, _inputs(call, q, parts_like, sums), (out_like, lse))
-    empty_out(out_like, lse_like, parts_like)
+    turned_like = torch.empty_like(given.q, memory_format=torch.contiguous_format) if call.rotary_dims else None
+    n_acc, n_sums = decode.sizes_of_parts if decode.merges else (0, 0)
+    n_room = n_acc + n_sums + (0 if wants_lse else lse_like.numel())
+    room_like = torch.empty(n_room, dtype=torch.float32, device=device)
+    capacity, seqlen_new = of.seqlen_k, call.seqlen_new
+    reads = *given, capacity, turned_like, room_like, room_like[n_acc:]
+    writes = out_like, lse_like if wants_lse else room_like[n_acc + n_sums :]
+    run = CACHED.run_for((append_spec(call), decode), reads, writes)
+    empty_out(out_like, lse_like, turned_like, room_like)
 
-    def decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        out, parts = torch.empty_like(out_like), torch.empty_like(parts_like)
-        sums, lse = behind(parts, n_acc), torch.empty_like(lse_like) if wants_lse else None
-        lse_or_room = behind(parts, n_acc + n_sums) if lse is None else lse
-        run(*_inputs(call, q, parts, sums), out, lse_or_room)
+    def attend(given: tuple) -> tuple[Tensor, Tensor | None]:
+        lengths = given[LENGTHS]
+        end = lengths + seqlen_new if isinstance(lengths, int) else capacity
+        out, room = torch.empty_like(out_like), torch.empty_like(room_like)
+        turned = None if turned_like is None else torch.empty_like(turned_like)
+        lse = torch.empty_like(lse_like) if wants_lse else None
+        lse_or_room = behind(room, n_acc + n_sums) if lse is None else lse
+        run(*given, end, turned, room, behind(room, n_acc), out, lse_or_room)
         return out, lse
 
-    return decode
-
-
-def _without_parts(call: CachedCall, q: Tensor, spec: DecodeSpec, out_like: Tensor, lse_like: Tensor) -> Decode:
-    """`decode_like` where no task is split."""
-    run = DECODE.run_for(spec, _inputs(call, q), (out_like, lse_like))
-    empty_out(out_like, lse_like)
-
-    def decode(call: CachedCall, q: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(out_like), torch.empty_like(lse_like)
-        run(*_inputs(call, q), out, lse)
-        return out, lse
-
-    return decode
-
-
-def _inputs(call: CachedCall, q: Tensor, acc: Tensor | None = None, sums: Tensor | int | None = None) -> Inputs:
-    """What `decode_kernel` reads, and the parts."""
-    cache = call.cache
-    return (
-        dense_rows(q), cache.k, cache.v, cache.lengths, cache.leftpad, cache.places, call.alibi_slopes, call.sinks,
-        cache.k_descale, cache.v_descale, acc, sums, cache.end,
-    )  # fmt: skip
+    return attend
