@@ -105,7 +105,7 @@ def cached_calls(call: CachedCall, arch: str, num_splits: int = 0) -> list[Kerne
     decode = decode_launch.decode_spec(call, num_splits, arch, 132)
     parts = [empty(size) for size in decode.sizes_of_parts]
     out, lse = empty(*q.shape[:3], of.head_dim_v, dtype=q.dtype), empty(of.batch, of.heads_q, of.seqlen_q)
-    moving = *call.given, call.cache.end, q, *parts, out, lse
+    moving = *call.given, call.cache.end, torch.empty_like(q), *parts, out, lse
     return calls_of(decode_launch.CACHED, (append_spec(call), decode), *moving)
 
 

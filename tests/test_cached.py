@@ -9,19 +9,33 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from caches import (
+    CAPACITY,
+    CASES,
+    DV,
+    HK,
+    HQ,
+    INT,
+    INTERPRETED,
+    LENGTHS,
+    MASKS,
+    ON_GPU,
+    SQ,
+    TERMS,
+    B,
+    D,
+    attention,
+    lists_of,
+    made,
+    normal,
+    turned,
+)
 from cases import BF16, DOUBLE, FLOAT, HALF
 
 from flashtile import env, flash_attn_with_kvcache
 from flashtile.cache import FP8
 from flashtile.kvcache import PagedCache
 
-B, SQ, HQ, HK, D, DV, CAPACITY = 3, 4, 4, 2, 16, 8, 64
-INT = torch.int32
-LENGTHS = torch.tensor([5, 40, 60 - SQ], dtype=torch.int32)
-MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (7, 2)}}
-NEW = ["nothing new", "new keys", "turned", "turned by halves"]
-LAYOUTS = ["in one piece", "rows", "left-padded", "pages of 1", "pages of 16"]
-INTERPRETED, ON_GPU = pytest.mark.interpreter, pytest.mark.gpu
 RUNS = [
     pytest.param("cpu", DOUBLE, 1e-12, 0, id="cpu-double"),
     pytest.param("cpu", FLOAT, 1e-5, 0, id="cpu-float"),
@@ -34,88 +48,6 @@ RUNS = [
 """(device, dtype, tolerance, num_splits)"""
 # Of float8: half a step. Triton's interpreter loses the carry of a rounding, 0.49 becomes 0.25.
 ROUNDING = 0.5 if env.triton_interpret() else 2**-4
-PLAIN = [(layout, mask, new, "plain") for layout in LAYOUTS for mask in MASKS for new in NEW]
-TERMS = {
-    "softcap": {"softcap": 2.0},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
-    "alibi of sequences": {"alibi_slopes": torch.arange(B * HQ).view(B, HQ) / 16},
-    "sinks": {"sinks": torch.tensor([1.0, -math.inf, 4.0, -2.0])},
-    "float8": {},
-    "float8, scaled": {"k_descale": torch.tensor([0.5, 3.0]), "v_descale": torch.arange(1, 1 + B * HK).view(B, HK) / 4},
-}
-TERMS["all at once"] = TERMS["float8, scaled"] | TERMS["sinks"] | TERMS["alibi"] | TERMS["softcap"]
-CASES = PLAIN + [
-    (layout, mask, new, terms)
-    for terms in TERMS
-    for layout, mask, new in [
-        ("in one piece", "full", "nothing new"),
-        ("left-padded", "window", "turned by halves"),
-        ("pages of 16", "causal", "turned"),
-    ]
-]
-
-
-def turned(x, cos, sin, position, interleaved):
-    """x (H, D) turned at one position, as complex numbers."""
-    width = cos.shape[1]
-    halves = slice(0, width), slice(width, 2 * width)
-    first, second = (slice(0, 2 * width, 2), slice(1, 2 * width, 2)) if interleaved else halves
-    z = torch.complex(x[:, first], x[:, second]) * torch.complex(cos[position], sin[position])
-    x = x.clone()
-    x[:, first], x[:, second] = z.real, z.imag
-    return x
-
-
-def attention(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None):
-    """(out, lse) of one sequence: q (Sq, Hq, D), k (Sk, Hk, D), v (Sk, Hk, Dv), in float64; slopes and sinks (Hq,)."""
-    left, right = window_size[0], 0 if causal else window_size[1]
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
-    row, key = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))[None]
-    hidden = ((key > row + right) if right >= 0 else key < 0) | ((key < row - left) if left >= 0 else key < 0)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.double()[:, None, None] * (row - key).abs()
-    scores = scores.masked_fill(hidden, -math.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
-    p = scores.softmax(-1).nan_to_num(0.0)[..., : len(k)]
-    return torch.einsum("hqk,khd->qhd", p, v), scores.logsumexp(-1)
-
-
-def normal(*shape, dtype):
-    return torch.randn(shape, dtype=DOUBLE).to(dtype)
-
-
-def made(layout, dtype, stored=None):
-    """(q, k_cache, v_cache), other arguments, and for each sequence a view of its row or pages: k and v to read."""
-    torch.manual_seed(0)
-    rows, arguments = torch.arange(B, dtype=torch.int32), {"cache_seqlens": LENGTHS.clone()}
-    shape = 5 if layout == "rows" else B, CAPACITY
-    if layout.startswith("pages"):
-        size = int(layout.split()[-1])
-        shape = B * CAPACITY // size, size
-        arguments["block_table"] = torch.randperm(shape[0]).view(B, -1).int()
-    elif layout == "rows":
-        rows = arguments["cache_batch_idx"] = torch.tensor([4, 0, 2], dtype=torch.int32)
-    elif layout == "left-padded":
-        arguments["cache_leftpad"] = torch.tensor([2, 0, 31], dtype=torch.int32)
-    k, v = (normal(*shape, HK, dims, dtype=stored or dtype) for dims in (D, DV))
-    places = arguments.get("block_table", rows[:, None])
-    arguments = {name: torch.stack((x, x), -1)[..., 0] for name, x in arguments.items()}  # read where they lie
-    return (normal(B, SQ, HQ, D, dtype=dtype), k, v), arguments, places.long()
-
-
-def lists_of(k_cache, v_cache, places, arguments, seqlens, terms):
-    """The keys and values of each sequence, in float64: what the cache holds, times its scales."""
-    first = arguments.get("cache_leftpad", torch.zeros(B, dtype=INT))
-    for b, (f, n) in enumerate(zip(first.tolist(), seqlens.tolist(), strict=True)):
-        kb, vb = (x.cpu().double()[places[b]].flatten(0, 1)[f:n] for x in (k_cache, v_cache))
-        scales = (
-            terms[name].expand(B, HK)[b, :, None] if name in terms else 1.0 for name in ("k_descale", "v_descale")
-        )
-        yield tuple(x * scale for x, scale in zip((kb, vb), scales, strict=True))
 
 
 @pytest.mark.parametrize(("layout", "mask", "new", "terms"), CASES, ids=["-".join(case) for case in CASES])
@@ -157,85 +89,6 @@ def test_queries_over_a_cache(layout, mask, new, terms, device, dtype, tolerance
         wanted, wanted_lse = attention(queries[b], *(found if stored else wanted), **MASKS[mask], **of_heads)
         assert (out[b].double() - wanted).abs().max() < tolerance * wanted.abs().max().clamp(min=1)
         assert (lse[b].double() - wanted_lse).nan_to_num(0.0).abs().max() < tolerance * 4
-
-
-@pytest.fixture
-def prepared(monkeypatch):
-    """A call on a CPU, whose numbers are to be looked at each time, may run what was prepared for another."""
-    cached = importlib.import_module("flashtile.cached")
-    monkeypatch.setattr(cached, "PREPARED", {})
-    monkeypatch.setattr(cached, "_has_numbers_to_check", lambda q: False)
-    return cached
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-@pytest.mark.parametrize(("layout", "mask", "new", "terms"), CASES, ids=["-".join(case) for case in CASES])
-def test_a_call_like_one_before_is_not_checked_again(layout, mask, new, terms, device, prepared, monkeypatch):
-    """And does what it would do alone, with other numbers, in other memory."""
-    dtype = BF16 if device == "cuda" else FLOAT
-    stored = FP8 if terms.startswith("float8") or terms == "all at once" else None
-    added = TERMS.get(terms, {})
-    settings = MASKS[mask] | {"rotary_interleaved": new == "turned", "return_softmax_lse": True}
-    settings |= {"softcap": added.get("softcap", 0.0)}
-
-    def call(seed):
-        (_, k_cache, v_cache), arguments, _ = made(layout, dtype, stored)
-        indices = list(arguments)
-        torch.manual_seed(seed)
-        arguments |= {"q": normal(B, SQ, HQ, D, dtype=dtype), "k_cache": k_cache, "v_cache": v_cache}
-        arguments["cache_seqlens"] -= seed
-        if new != "nothing new":
-            arguments |= {name: normal(B, SQ, HK, n, dtype=dtype) for name, n in (("k", D), ("v", DV))}
-        if new.startswith("turned"):
-            arguments |= {name: torch.rand(CAPACITY, D // 4).to(dtype) for name in ("rotary_cos", "rotary_sin")}
-        arguments |= {name: x for name, x in added.items() if name != "softcap"}
-        arguments = {
-            name: torch.stack((x, x), -1).to(device)[..., 0] if name in indices else x.to(device)
-            for name, x in arguments.items()
-        }
-        found = flash_attn_with_kvcache(**arguments, **settings)
-        return *found, arguments["k_cache"].float(), arguments["v_cache"].float()
-
-    alone = call(1)
-    if device == "cpu" and "alibi_slopes" in added:  # there one sequence comes after the other
-        assert not prepared.PREPARED
-        return
-    prepared.PREPARED.clear()
-    call(0)
-    monkeypatch.setattr(prepared, "checked", None)
-    for found, wanted in zip(call(1), alone, strict=True):
-        assert torch.equal(found, wanted)
-
-
-def test_a_length_for_all_is_checked_in_each_call(prepared):
-    (q, k_cache, v_cache), _, _ = made("in one piece", FLOAT)
-    new = normal(B, SQ, HK, D, dtype=FLOAT), normal(B, SQ, HK, DV, dtype=FLOAT)
-    for length in (3, 60):
-        flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=length)
-    assert len(prepared.PREPARED) == 1
-    before = k_cache.clone()
-    for length in (-1, 61):
-        with pytest.raises(ValueError, match=f"cache_seqlens: got {length}; want 0 to 60"):
-            flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=length)
-    assert torch.equal(k_cache, before)
-
-
-def test_what_was_prepared_serves_no_other_layout(prepared):
-    (q, k_cache, v_cache), arguments, _ = made("rows", FLOAT)
-    rows, lengths = (arguments[name].contiguous() for name in ("cache_batch_idx", "cache_seqlens"))
-
-    def call(q, rows, window_size):
-        flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_batch_idx=rows, cache_seqlens=lengths, window_size=window_size
-        )
-        return len(prepared.PREPARED)
-
-    assert call(q, rows, (7, 2)) == call(q.clone(), rows.clone(), (7, 2)) == 1
-    assert call(q, rows, [7, 2]) == 1  # not hashable
-    assert call(q, arguments["cache_batch_idx"], (7, 2)) == 2  # every other number
-    assert call(q.transpose(1, 2).contiguous().transpose(1, 2), rows, (7, 2)) == 3
-    assert call(q, rows, (7, 3)) == 4
-    assert call(q, rows.long(), (7, 3)) == 5
 
 
 SHARING = [
@@ -348,29 +201,6 @@ def test_nothing_to_do(empty, device, dtype):
     assert (lse == -math.inf).all()
 
 
-@pytest.mark.gpu
-def test_a_graph_serves_lengths_that_change():
-    q, k, v = (normal(B, SQ, heads, D, dtype=BF16).cuda() for heads in (HQ, HK, HK))
-    caches = [normal(B, CAPACITY, HK, D, dtype=BF16).cuda() for _ in "kv"]
-    cos, sin = (torch.rand(CAPACITY, D // 2, device="cuda") for _ in range(2))
-    lengths = torch.zeros(B, dtype=INT, device="cuda")
-
-    def step(caches):
-        return flash_attn_with_kvcache(q, *caches, k, v, cos, sin, cache_seqlens=lengths, causal=True)
-
-    step([x.clone() for x in caches])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(caches)
-    for length in ([0, 0, 0], [1, 30, 60], [60, 2, 17]):
-        lengths.copy_(torch.tensor(length))
-        alone = [x.clone() for x in caches]
-        graph.replay()
-        assert torch.equal(out, step(alone))
-        assert all(torch.equal(x, y) for x, y in zip(caches, alone, strict=True))
-
-
 @pytest.mark.parametrize("least", [1, 4])
 @pytest.mark.parametrize("n_shares", [1, 5, 33, 132])
 def test_shares_of_a_line_are_even_and_have_each_block_once(n_shares, least):
@@ -385,62 +215,6 @@ def test_shares_of_a_line_are_even_and_have_each_block_once(n_shares, least):
         assert max(sizes) <= share + 1
         if n_blocks >= least * n_shares:  # a sixteenth of the shares at most has none, where the last may be less
             assert 16 * (sizes.count(0) - 1) <= n_shares
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True], ids=["launched", "in a graph"])
-@pytest.mark.parametrize("appending", [False, True], ids=["nothing new", "new keys"])
-def test_calls_close_together_are_as_calls_alone(captured, appending):
-    """The merge starts while parts are computed: it must see all of these, and nothing of the kernels behind it."""
-    torch.manual_seed(0)
-    sizes = (2, 1, 8, 64), *[(2, 4096, 2, 64)] * 2, *[(2, 1, 2, 64)] * (2 if appending else 0)
-    given = [
-        (*(normal(*size, dtype=BF16).cuda() for size in sizes), torch.tensor(lengths, dtype=INT, device="cuda"))
-        for lengths in ([4095, 700], [1, 4000], [2500, 2500])
-    ]
-    used = [torch.empty_like(x) for x in given[0]]
-
-    def step(tensors):
-        for x, new in zip(used, tensors, strict=True):
-            x.copy_(new)
-        *inputs, lengths = used
-        found = flash_attn_with_kvcache(*inputs, cache_seqlens=lengths, return_softmax_lse=True)
-        lengths.zero_()
-        for x in inputs:
-            x.fill_(math.nan)
-        return found
-
-    alone = []
-    for tensors in given:
-        alone.append(step(tensors))
-        torch.cuda.synchronize()
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            together = [step(tensors) for tensors in given]
-    for _ in range(100):
-        if captured:
-            graph.replay()
-        else:
-            together = [step(tensors) for tensors in given]
-        for found, wanted in zip(together, alone, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-
-
-@pytest.mark.gpu
-def test_a_call_does_not_wait_for_the_gpu():
-    (q, k_cache, v_cache), arguments, _ = made("pages of 16", BF16)
-    q, k_cache, v_cache, k, v = (
-        x.cuda() for x in (q, k_cache, v_cache, *(normal(B, SQ, HK, n, dtype=BF16) for n in (D, DV)))
-    )
-    arguments = {name: x.cuda() for name, x in arguments.items()}
-    flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **arguments)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **arguments)
-        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, block_table=arguments["block_table"], cache_seqlens=7)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.interpreter

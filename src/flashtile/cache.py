@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
 
     def tidied(self, spec: AttentionSpec) -> Arguments:
         """Every last stride 1 but the caches', scales (B, Hk) and slopes (B, Hq); what is so stays as it is."""
-        dense = self._make(
+        dense = Arguments._make(
             x if x is None or isinstance(x, int) or x is self.k_cache or x is self.v_cache or x.stride(-1) == 1
             else x.contiguous()
             for x in self
@@ -49,6 +49,9 @@ class Arguments(NamedTuple):
             k_descale=_of_each_sequence(dense.k_descale, spec.batch),
             v_descale=_of_each_sequence(dense.v_descale, spec.batch),
         )
+
+
+LENGTHS = Arguments._fields.index("cache_seqlens")
 
 
 def _of_each_sequence(x: Tensor | None, batch: int) -> Tensor | None:

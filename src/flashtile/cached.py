@@ -18,13 +18,13 @@ from torch.nn import Parameter
 from . import dispatch
 from . import spec as checks
 from .backends import Attend
-from .cache import FP8, Arguments, Cache, CachedCall
+from .cache import FP8, LENGTHS, Arguments, Cache, CachedCall
 from .merge import with_sinks
 from .spec import AttentionSpec
 
 
 class Settings(NamedTuple):
-    """What else came."""
+    """What else flash_attn_with_kvcache is given."""
 
     softmax_scale: float | None
     causal: bool
@@ -40,14 +40,13 @@ class Prepared(NamedTuple):
 
     spec: AttentionSpec
     tidy: bool  # whether arguments are `tidied` as they come
-    most: int  # keys before the new ones
+    most: int  # keys that there may be before the new ones
     attend: Attend
 
 
 PREPARED: dict[tuple | None, Prepared] = {}
 """By `_layout`."""
 _MOST_PREPARED = 4096
-_LENGTHS = Arguments._fields.index("cache_seqlens")
 
 
 def attention(given: tuple, settings: tuple, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -67,7 +66,7 @@ def attention(given: tuple, settings: tuple, wants_lse: bool) -> tuple[Tensor, T
             return _first_attention(Arguments(*given), Settings(*settings), wants_lse, key)
     if not prepared.tidy:
         given = Arguments(*given).tidied(prepared.spec)
-    lengths = given[_LENGTHS]
+    lengths = given[LENGTHS]
     if type(lengths) is int and not 0 <= lengths <= prepared.most:
         checked(Arguments(*given), Settings(*settings))
     return prepared.attend(given)

@@ -99,8 +99,8 @@ def _plain_launch(
     attributes = [_Attribute(name, 0, (1,)) for name, is_wanted in wanted.items() if is_wanted]
     config.attributes = (_Attribute * len(attributes))(*attributes)
     config.n_attributes = len(attributes)
-    function = ctypes.c_void_p.from_param(function)
-    asked = (ctypes.byref(config), function, ctypes.byref(parameters.addresses), None)  # nothing left to convert
+    pointer = ctypes.c_void_p.from_param(function)
+    asked = (ctypes.byref(config), pointer, ctypes.byref(parameters.addresses), None)  # nothing left to convert
     return _Launch(kernel.name, config, asked, (kernel, parameters))
 
 
@@ -193,18 +193,22 @@ class Parameters:
                 continue
             if kind.startswith("tensordesc"):
                 tensor_map = _tensor_map(driver, argument)
-                moved.maps.append((index, ctypes.c_void_p(ctypes.addressof(tensor_map))))
                 values += [tensor_map, *map(ctypes.c_int32, argument.shape), *map(ctypes.c_int64, argument.strides)]
+                if index is not None:
+                    moved.maps.append((index, ctypes.c_void_p(ctypes.addressof(tensor_map))))
             elif kind.startswith("*"):
-                value = ctypes.c_void_p(argument.data_ptr())
-                values.append(moved.pointers.setdefault(index, value) if index is not None else value)
+                values.append(_held(moved.pointers, index, ctypes.c_void_p(argument.data_ptr())))
             else:
-                value = _NUMBERS[kind](argument)
-                values.append(moved.numbers.setdefault(index, value) if index is not None else value)
+                values.append(_held(moved.numbers, index, _NUMBERS[kind](argument)))
         values += [ctypes.c_void_p(), ctypes.c_void_p()]  # the scratch memory of Triton and of its profiler
         self.values = values
         self.sizes = [ctypes.sizeof(value) for value in values]
         self.addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+
+
+def _held(held: dict[int, Any], index: int | None, value: Any) -> Any:
+    """What holds an argument: if it moves, the same for all kernels."""
+    return value if index is None else held.setdefault(index, value)
 
 
 def _tensor_map(driver: ctypes.CDLL, descriptor: Any) -> Any:

@@ -147,12 +147,17 @@ def append_spec(call: CachedCall) -> AppendSpec | None:
     )
 
 
+def queries_of(moving: dict[str, Any]) -> str:
+    """The queries that attend: turned, where there is room for such."""
+    return "q" if moving["turned"] is None else "turned"
+
+
 def append_call(spec: AppendSpec, moving: dict[str, Any]) -> KernelCall:
     """`append_kernel`, of the new tokens and of where they go to the turned queries."""
     of, places = spec.attention, places_of(spec.page_size)
     names = (
         "q", "k", "v", "k_cache", "v_cache", "cache_seqlens", "cache_leftpad", places, "rotary_cos", "rotary_sin",
-        "k_descale", "v_descale", "end", "turned" if spec.rotary_dims else "q",
+        "k_descale", "v_descale", "end", queries_of(moving),
     )  # fmt: skip
     seqlen = max(of.seqlen_q, spec.seqlen_new) if spec.rotary_dims else spec.seqlen_new
     scalars = (

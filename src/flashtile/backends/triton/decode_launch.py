@@ -10,11 +10,11 @@ import triton
 from torch import Tensor
 
 from ...arch import arch_of
-from ...cache import FP8, Arguments, CachedCall
+from ...cache import FP8, LENGTHS, Arguments, CachedCall
 from ...spec import AttentionSpec
 from .. import Attend
 from ..launcher import KernelCall, Launcher, Run, behind, empty_out, prepared, results_of
-from .append import AppendSpec, append_call, append_spec
+from .append import AppendSpec, append_call, append_spec, queries_of
 from .decode import decode_kernel, merge_kernel
 from .decode_config import (
     MOST_KEYS,
@@ -142,14 +142,14 @@ def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
     return caches[0].dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_") and even
 
 
-def decode_call(spec: DecodeSpec, moving: dict[str, Any], turned: bool) -> KernelCall:
-    """`decode_kernel`, of q, turned or not, the cache, scales and parts to out and lse."""
+def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
+    """`decode_kernel`, from q, the cache and scales to parts, out and lse."""
     q, k, v = (moving[name] for name in ("q", "k_cache", "v_cache"))
     of, places = spec.attention, places_of(spec.page_size)
     if not spec.merges:
         moving = moving | {"acc": None, "sums": None}
     names = (
-        "turned" if turned else "q", "k_cache", "v_cache", "cache_seqlens", "cache_leftpad", places, "alibi_slopes",
+        queries_of(moving), "k_cache", "v_cache", "cache_seqlens", "cache_leftpad", places, "alibi_slopes",
         "sinks", "k_descale", "v_descale", "acc", "sums", "end", "out", "lse",
     )  # fmt: skip
     unit, cap_in = score_units(of)
@@ -187,9 +187,8 @@ def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     return call_of(merge_kernel, grid, moving, names, scalars, options)
 
 
-LENGTHS = Arguments._fields.index("cache_seqlens")
 MOVING = (*Arguments._fields, "end", "turned", "acc", "sums", "out", "lse")
-"""What a run takes: arguments, where keys end, room for turned queries and for parts, and results."""
+"""What a run takes: arguments, where keys end, turned queries, parts and results."""
 
 
 class CachedPass(Launcher):
@@ -202,7 +201,7 @@ class CachedPass(Launcher):
         if isinstance(moving["cache_seqlens"], int):
             moving["cache_seqlens"] = None  # what it says is in `end`
         calls = [] if append is None else [append_call(append, moving)]
-        calls.append(decode_call(decode, moving, append is not None and append.rotary_dims > 0))
+        calls.append(decode_call(decode, moving))
         if decode.merges:
             calls.append(merge_call(decode, moving))
         return prepared(moving["q"].device, *calls)
