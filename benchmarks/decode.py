@@ -166,9 +166,9 @@ def with_one_length(step: Step) -> Tensor:
 
 def not_merged(step: Step) -> Tensor:
     """The decode kernel alone: what merging costs is what this leaves out. Its result is none."""
-    decode_pass, merge_call = decode_launch.DecodePass(), decode_launch.merge_call
+    cached_pass, merge_call = decode_launch.CachedPass(), decode_launch.merge_call
     with (
-        mock.patch.object(decode_launch, "DECODE", decode_pass),
+        mock.patch.object(decode_launch, "CACHED", cached_pass),
         mock.patch.object(decode_launch, "merge_call", lambda *of: merge_call(*of)._replace(grid=0)),
         mock.patch.dict(cached.PREPARED, clear=True),
     ):
