@@ -121,7 +121,7 @@ def make_caches(points: list[Point], device: torch.device, least_bytes: int = 0)
 
 
 def make_steps(point: Point, caches: Caches, count: int) -> list[Step]:
-    """Steps over different slices of the caches, one after the other."""
+    """Steps over different slices of the caches, one after the other; fewer where no more lie whole in these."""
     device = caches[point.stored][0].device
     q = torch.randn(point.batch, point.seqlen_q, point.heads_q, point.dim, device=device).bfloat16()
     settings: dict[str, Any] = {"cache_seqlens": point.lengths.to(device), "causal": point.seqlen_q > 1}
@@ -131,7 +131,8 @@ def make_steps(point: Point, caches: Caches, count: int) -> list[Step]:
         settings["block_table"] = torch.randperm(rows[0], device=device).view(point.batch, -1).int()
     if point.stored == torch.float8_e4m3fn:
         settings |= {f"{x}_descale": torch.linspace(0.5, 1, point.heads_k, device=device) for x in "kv"}
-    slices = zip(*(x.split(point.cache_elements)[:count] for x in caches[point.stored]), strict=True)
+    n = point.cache_elements
+    slices = zip(*(x[: x.numel() // n * n].split(n)[:count] for x in caches[point.stored]), strict=True)
     return [Step(q, *(x.view(*rows, point.heads_k, point.dim) for x in pair), settings) for pair in slices]
 
 

@@ -47,6 +47,12 @@ def test_steps_have_caches_of_their_own():
     assert point.bytes_read == found[0].k.nbytes + found[0].v.nbytes
 
 
+def test_what_is_left_of_the_caches_makes_no_step():
+    point = decode.Point(1, 32, 1, 512)
+    caches = {torch.bfloat16: tuple(torch.zeros(5 * point.cache_elements // 2, dtype=torch.bfloat16) for _ in "kv")}
+    assert len(decode.make_steps(point, caches, count=3)) == 2
+
+
 @pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])
 def test_the_pages_used_hold_the_keys_of_every_sequence(page_size):
     point = decode.Point(3, 32, 8, 512, ragged=True, page_size=page_size)
