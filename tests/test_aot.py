@@ -18,6 +18,7 @@ from aot import (
     barriers_left_alone,
     barriers_of_roles,
     cached_call,
+    cached_calls,
     calls_of,
     compile_cached,
     compile_call,
@@ -175,6 +176,17 @@ def test_decode_programs_of_several_blocks_that_start_early_keep_a_multiprocesso
 ):
     call = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
     assert decode_launch.decode_spec(call, 0, arch, 132).alone == alone
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_k", "capacity", "arch", "shared"),
+    [(1, 8, 1024, "sm_90", 32 << 10), (16, 1, 16384, "sm_90", 19 << 10), (1, 8, 1024, "sm_120", 0)],
+    ids=["one for each multiprocessor", "four", "a GPU that leaves less"],
+)
+def test_programs_that_merge_share_the_memory_that_is_left_on_a_multiprocessor(batch, heads_k, capacity, arch, shared):
+    call = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    *_, merge = cached_calls(call, arch)
+    assert merge.shared == shared
 
 
 @pytest.mark.parametrize("heads_k", [1, 8])

@@ -216,13 +216,19 @@ def test_a_launch_may_wait_for_all_of_its_programs_or_for_those_of_the_one_befor
     assert compiled.calls == []
 
 
-@pytest.mark.parametrize(("of_the_kernel", "of_the_launch"), [(1000, 1001), (1001, 1001)])
-def test_a_program_that_is_to_be_alone_leaves_no_shared_memory_for_another(
-    monkeypatch, compiled, arguments, of_the_kernel, of_the_launch
+@pytest.mark.parametrize(
+    ("of_the_kernel", "asked", "of_the_launch"),
+    [(1000, {"alone": True}, 1001), (1001, {"alone": True}, 1001), (1000, {"shared": 1500}, 1500),
+     (1000, {"shared": 500}, 1000)],
+    ids=["alone", "alone in any case", "so much at least", "more than that"],
+)  # fmt: skip
+def test_a_program_may_have_more_shared_memory_than_it_uses(
+    monkeypatch, compiled, arguments, of_the_kernel, asked, of_the_launch
 ):
+    """So that no other, or not too many, find a place beside it."""
     compiled.metadata.shared = of_the_kernel
     driver = Driver(SIZES)
-    run = run_of(monkeypatch, driver, compiled, arguments, alone=True)
+    run = run_of(monkeypatch, driver, compiled, arguments, **asked)
     run(arguments[0].base, None, *arguments[2:4])
     ((_, _, shared, _, _),) = driver.launches
     assert shared == of_the_launch

@@ -137,9 +137,9 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 class KernelCall(NamedTuple):
     """A launch of a Triton kernel: how many programs, all arguments, Triton's options.
 
-    moves: of each of the first arguments, which one of those that a run is called with takes its place. alone: each
-    program has so much shared memory that no other fits beside it on a multiprocessor, if the launch goes straight
-    through the driver.
+    moves: of each of the first arguments, which one of those that a run is called with takes its place. alone, shared:
+    each program has so much shared memory that no other fits beside it on a multiprocessor, or so many bytes at least,
+    if the launch goes straight through the driver.
     """
 
     fn: Any
@@ -148,6 +148,7 @@ class KernelCall(NamedTuple):
     moves: Sequence[int]
     options: dict[str, Any]
     alone: bool = False
+    shared: int = 0
 
 
 def prepared(device: torch.device, *calls: KernelCall) -> Run:

@@ -35,6 +35,12 @@ MERGED = 2048  # numbers of a program that merges, one warp: 64 in each of its t
 # instructions come one after the other: 1,32,8,1024 takes 5.5 us for 5.8. Of many programs those of all count:
 # 16,32,1,16384 takes 40.6 us for 39.3 then.
 NARROW, FEW_PROGRAMS = 32, 128
+# Bytes of shared memory that a program that merges asks for and does not use, on sm_90: at most, and in all where they
+# lie evenly, which `decode_kernel` leaves of a multiprocessor's. Else many find a place where that has no programs, on
+# few multiprocessors, and wait for one another: 1,32,1,8192 takes 6.8 us to 6.5, 2,32,8,1024 7.2 to 7.0, 1,32,8,1024 at
+# D 256 7.7 to 7.4, 4,32,8,2048 13.5 to 13.2. With more, the programs of the next call find none beside them
+# (decode_merge_beside).
+MOST_BESIDE, ALL_BESIDE = 32 << 10, 76 << 10
 
 
 class DecodeSpec(NamedTuple):
@@ -48,6 +54,7 @@ class DecodeSpec(NamedTuple):
     programs: int  # that share the keys; 0: each task has a program
     width: int  # lines of blocks, each of every so many-th task
     least: int  # blocks of a share
+    multiprocessors: int  # of the GPU
     merges: bool = False  # whether tasks may be split: nobody knows of lengths on the device
 
     @property
@@ -90,7 +97,7 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     """
     of, cache, tiles = call.spec, call.cache, choose(call, arch, multiprocessors, num_splits)
     of_sequence = tasks_of_sequence(of)
-    whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, of_sequence, tiles.least)
+    whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, of_sequence, tiles.least, multiprocessors)
     if num_splits:
         return whole if num_splits == 1 else whole._replace(programs=num_splits * whole.tasks, least=1, merges=True)
     most_of_a_task = -(-of.seqlen_k // (tiles.tile_n * tiles.least))
@@ -169,7 +176,7 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.early,
     )  # fmt: skip
     options = spec.tiles.options | spec.launch_options
-    return call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options, spec.alone)
+    return call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options, alone=spec.alone)
 
 
 def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
@@ -184,7 +191,8 @@ def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     )  # fmt: skip
     grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
     options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
-    return call_of(merge_kernel, grid, moving, names, scalars, options)
+    shared = min(MOST_BESIDE, ALL_BESIDE // -(-grid // spec.multiprocessors)) if spec.arch == "sm_90" else 0
+    return call_of(merge_kernel, grid, moving, names, scalars, options, shared=shared)
 
 
 MOVING = (*Arguments._fields, "end", "turned", "acc", "sums", "out", "lse")
