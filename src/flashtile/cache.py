@@ -178,10 +178,11 @@ def _meant(stored: Tensor, descale: Tensor | None, sequence: int) -> Tensor:
 
 
 class CachedCall(NamedTuple):
-    """One checked call. spec: of all sequences, its seqlen_k the cache's capacity. given: tidied.
+    """One checked call.
 
-    alibi_slopes: (B, Hq) float32, or None: -slope |i + Sk - Sq - j| is added to the score of query i and key j.
-    sinks: (Hq,), or None: a score that has no value, in the softmax of each query of a head.
+    spec: of all sequences, its seqlen_k the cache's capacity.
+    given: what it was given, tidied.
+    interleaved: whether rotary turns dims (2 i, 2 i + 1) together, or (i, R + i).
     """
 
     spec: AttentionSpec
@@ -190,6 +191,7 @@ class CachedCall(NamedTuple):
 
     @property
     def cache(self) -> Cache:
+        """Where its keys and values lie."""
         given = self.given
         return Cache(
             given.k_cache, given.v_cache, given.cache_batch_idx, given.block_table, given.cache_seqlens,
@@ -198,14 +200,17 @@ class CachedCall(NamedTuple):
 
     @property
     def seqlen_new(self) -> int:
+        """Sn."""
         return 0 if self.given.k is None else self.given.k.shape[1]
 
     @property
     def alibi_slopes(self) -> Tensor | None:
+        """(B, Hq) float32: -slope |i + Sk - Sq - j| is added to the score of query i and key j."""
         return self.given.alibi_slopes
 
     @property
     def sinks(self) -> Tensor | None:
+        """(Hq,): a score that has no value, in the softmax of each query of a head."""
         return self.given.sinks
 
     @property
