@@ -30,11 +30,9 @@ from .decode_shares import shares_of_line
 from .launch import FLOAT32_TINY, call_of, exact, places_of, rows_apart, score_units, strides
 
 FEWEST_MERGED, MOST_MERGED = 8, 128  # parts of a row at a time: fewer leave threads idle, more go round again
-MERGED = 2048  # numbers of a program that merges, one warp: 64 in each of its threads are 16 loads under way
-# Where programs are few, and a row's parts more than FEWEST_MERGED, they have NARROW dims each, so that fewer
-# instructions come one after the other: 1,32,8,1024 takes 5.5 us for 5.8. Of many programs those of all count:
-# 16,32,1,16384 takes 40.6 us for 39.3 then.
-NARROW, FEW_PROGRAMS = 32, 128
+# Numbers of a program that merges, one warp: 64 in each of its threads are 16 loads under way. Where programs are few,
+# those of 32 dims take -2 to +4 %: less at 8 key heads, more at one (decode_merge_beside).
+MERGED = 2048
 # Bytes of shared memory that a program that merges asks for and does not use, on sm_90: at most, and in all where they
 # lie evenly, which `decode_kernel` leaves of a multiprocessor's. Else many find a place where that has no programs, on
 # few multiprocessors, and wait for one another: 1,32,1,8192 takes 6.8 us to 6.5, 2,32,8,1024 7.2 to 7.0, 1,32,8,1024 at
@@ -138,9 +136,7 @@ def merge_tile(spec: DecodeSpec) -> tuple[int, int]:
     share, longer = shares_of_line.fn(spec.tasks // spec.width * blocks, spec.programs // spec.width, spec.least)
     most = blocks // share if blocks % share == 0 and longer == 0 else min((blocks - 2) // share + 2, blocks)
     parts = min(max(triton.next_power_of_2(most), FEWEST_MERGED), MOST_MERGED)
-    dims = min(triton.next_power_of_2(of.head_dim_v), MERGED // parts)
-    few = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // NARROW) <= FEW_PROGRAMS
-    return parts, min(dims, NARROW) if few and parts > FEWEST_MERGED else dims
+    return parts, min(triton.next_power_of_2(of.head_dim_v), MERGED // parts)
 
 
 def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
