@@ -34,10 +34,10 @@ FEWEST_MERGED, MOST_MERGED = 8, 128  # parts of a row at a time: fewer leave thr
 # those of 32 dims take -2 to +4 %: less at 8 key heads, more at one (decode_merge_beside).
 MERGED = 2048
 # Bytes of shared memory that a program that merges asks for and does not use, on sm_90: at most, and in all where they
-# lie evenly, which `decode_kernel` leaves of a multiprocessor's. Else many find a place where that has no programs, on
-# few multiprocessors, and wait for one another: 1,32,1,8192 takes 6.8 us to 6.5, 2,32,8,1024 7.2 to 7.0, 1,32,8,1024 at
-# D 256 7.7 to 7.4, 4,32,8,2048 13.5 to 13.2. With more, the programs of the next call find none beside them
-# (decode_merge_beside).
+# lie evenly, which `decode_kernel` leaves of a multiprocessor's. Else many seem to find a place where that has no
+# programs, on few multiprocessors, and to wait for one another: 1,32,1,8192 takes 6.8 us to 6.5, 2,32,8,1024 7.2 to
+# 7.0, 1,32,8,1024 at D 256 7.7 to 7.4, 4,32,8,2048 13.5 to 13.2. With more, the programs of the next call find none
+# beside them (decode_merge_beside).
 MOST_BESIDE, ALL_BESIDE = 32 << 10, 76 << 10
 
 
