@@ -47,6 +47,17 @@ def test_steps_have_caches_of_their_own():
     assert point.bytes_read == found[0].k.nbytes + found[0].v.nbytes
 
 
+@pytest.mark.interpreter
+def test_what_is_not_merged_launches_no_merge(monkeypatch):
+    point = decode.Point(1, 4, 1, 512)
+    (step,) = steps(point)
+    step = decode.Step(step.q.float(), step.k.float(), step.v.float(), step.settings)
+    monkeypatch.setattr(decode.decode_launch, "merge_kernel", None)  # of which there are no programs to be had
+    decode.not_merged(step)
+    with pytest.raises(TypeError):
+        decode.ours(step)
+
+
 def test_what_is_left_of_the_caches_makes_no_step():
     point = decode.Point(1, 32, 1, 512)
     caches = {torch.bfloat16: tuple(torch.zeros(5 * point.cache_elements // 2, dtype=torch.bfloat16) for _ in "kv")}

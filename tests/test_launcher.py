@@ -126,7 +126,7 @@ def compiled():
 
         def __getitem__(self, grid):
             self.launchers.append(grid)
-            return lambda *arguments, stream: self.calls.append((grid, arguments, stream))
+            return lambda *arguments, stream=None: self.calls.append((grid, arguments, stream))
 
     return Compiled(
         metadata=SimpleNamespace(**metadata, **scratch), src=SimpleNamespace(signature=SIGNATURE), kernel=b"cubin",
@@ -138,6 +138,13 @@ def on_a_gpu(monkeypatch, driver):
     monkeypatch.setattr("flashtile.backends.driver._driver", lambda: driver)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77 + device, raising=False)
+
+
+def three_calls(monkeypatch, compiled, arguments):
+    monkeypatch.setattr(launcher, "compiled_for", lambda *of: compiled)
+    monkeypatch.setattr(launcher, "arch_of", lambda device: "sm_90")
+    first = launcher.KernelCall(compiled, 132, arguments, range(4), {})
+    return first, first._replace(grid=0), first._replace(grid=7, moves=(4, 1, 2, 3))
 
 
 def run_of(monkeypatch, driver, compiled, arguments, **options):
@@ -168,35 +175,28 @@ def test_the_driver_gets_the_parameters_of_each_call(monkeypatch, compiled, argu
     assert driver.attributes == [[]] * 4
 
 
-@pytest.mark.parametrize("way", ["driver", "triton", "interpreter"])
-def test_a_run_launches_its_kernels_in_order_each_with_what_it_takes(monkeypatch, compiled, arguments, way):
-    """The second takes the last of the run's arguments in the place of the first, and has a grid of its own."""
+def test_kernels_of_one_run_are_launched_in_order_each_with_what_it_takes(monkeypatch, compiled, arguments):
+    """The third takes the last of the run's arguments in the place of the first; the second has no programs."""
     driver = Driver(SIZES)
-    first = launcher.KernelCall(None, 132, arguments, range(4), {})
-    calls = first, first._replace(grid=0), first._replace(grid=7, moves=(4, 1, 2, 3))
-    q, other = (torch.ones(2, 300, 4, 128, dtype=torch.bfloat16) for _ in range(2))
-    lse = torch.ones(5)
-    if way == "interpreter":
-        seen = []
-        compiled.__class__.__getitem__ = lambda self, grid: lambda *launched: seen.append((*grid, *launched))
-        run = launcher.prepared(torch.device("cpu"), *(call._replace(fn=compiled) for call in calls))
-    else:
-        on_a_gpu(monkeypatch, driver if way == "driver" else None)
-        monkeypatch.setattr(launcher, "compiled_for", lambda *of: compiled)
-        monkeypatch.setattr(launcher, "arch_of", lambda device: "sm_90")
-        run = launcher.prepared(torch.device("cuda", 3), *calls)
+    on_a_gpu(monkeypatch, driver)
+    run = launcher.prepared(torch.device("cuda", 3), *three_calls(monkeypatch, compiled, arguments))
+    q, other, lse = (*(torch.ones(2, 300, 4, 128, dtype=torch.bfloat16) for _ in range(2)), torch.ones(5))
     run(q, None, lse, 8, other)
-    if way == "driver":
-        seen = [
-            (grid[0], *(int.from_bytes(x[:8], "little") for x in (p[0], p[9], p[10])))
-            for grid, *_, p in driver.launches
-        ]
-        assert seen == [(132, q.data_ptr(), lse.data_ptr(), 8), (7, other.data_ptr(), lse.data_ptr(), 8)]
-        return
-    if way == "triton":
-        seen = [(grid[0], launched[0].base, *launched[1:]) for grid, launched, _ in compiled.calls]
-    wanted = [(132, q, None, lse, 8, *arguments[4:]), (7, other, None, lse, 8, *arguments[4:])]
-    assert [[id(x) for x in launch] for launch in seen] == [[id(x) for x in launch] for launch in wanted]
+    for x, grid, (of_launch, *_, parameters) in zip((q, other), (132, 7), driver.launches, strict=True):
+        tensor_map, lse_ptr, end = (int.from_bytes(parameters[i][:8], "little") for i in (0, 9, 10))
+        assert (of_launch[0], tensor_map, lse_ptr, end) == (grid, x.data_ptr(), lse.data_ptr(), 8)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:3"])
+def test_so_are_those_that_triton_launches(monkeypatch, compiled, arguments, device):
+    on_a_gpu(monkeypatch, driver=None)
+    run = launcher.prepared(torch.device(device), *three_calls(monkeypatch, compiled, arguments))
+    q, other, lse = (*(torch.ones(2, 300, 4, 128, dtype=torch.bfloat16) for _ in range(2)), torch.ones(5))
+    run(q, None, lse, 8, other)
+    for x, n, (grid, (descriptor, dlse, *others), _) in zip((q, other), (132, 7), compiled.calls, strict=True):
+        assert (grid[0], dlse, others[1:]) == (n, None, [8, *arguments[4:]])
+        assert descriptor.base is x
+        assert others[0] is lse
 
 
 @pytest.mark.parametrize(("option", "number"), [("launch_cooperative_grid", 2), ("launch_pdl", 6)])

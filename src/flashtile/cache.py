@@ -220,7 +220,8 @@ class CachedCall(NamedTuple):
 
     def append(self) -> Tensor:
         """Writes the new keys, if there are any, turned, into the cache; returns the queries, turned."""
-        q, k, v, cos, sin, cache = self.given.q, self.given.k, self.given.v, *self.given[5:7], self.cache
+        q, k, v, cache = self.given.q, self.given.k, self.given.v, self.cache
+        cos, sin = self.given.rotary_cos, self.given.rotary_sin
         if k is None or v is None:
             return q
         first, end = cache.spans(len(q))

@@ -68,7 +68,7 @@ def attention(given: tuple, settings: tuple, wants_lse: bool) -> tuple[Tensor, T
         given = Arguments(*given).tidied(prepared.spec)
     lengths = given[LENGTHS]
     if type(lengths) is int and not 0 <= lengths <= prepared.most:
-        checked(Arguments(*given), Settings(*settings))
+        checked(Arguments(*given), Settings(*settings))  # which says what is wrong
     return prepared.attend(given)
 
 

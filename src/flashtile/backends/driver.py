@@ -83,7 +83,7 @@ def _plain_launch(
     driver: ctypes.CDLL, kernel: Any, call: KernelCall, device_index: int, moved: Moved
 ) -> _Launch | None:
     """None of a kernel that `_loaded` has none of, or that has other parameters than are known here."""
-    loaded = _loaded(kernel, driver, device_index, call.alone, call.shared)
+    loaded = _loaded(kernel, driver, device_index, call.alone)
     if loaded is None:
         return None
     function, shared = loaded
@@ -91,7 +91,7 @@ def _plain_launch(
     if parameters.sizes != _sizes(driver, function):
         return None
     threads = kernel.metadata.num_warps * kernel.metadata.warp_size
-    config = _Config((call.grid, 1, 1), (threads, 1, 1), shared)
+    config = _Config((call.grid, 1, 1), (threads, 1, 1), max(shared, call.shared))
     wanted = {
         _COOPERATIVE: kernel.metadata.launch_cooperative_grid,
         _PROGRAMMATIC_STREAM_SERIALIZATION: kernel.metadata.launch_pdl,
@@ -111,14 +111,14 @@ def _is_plain(metadata: Any) -> bool:
 
 
 @functools.cache
-def _loaded(compiled: Any, driver: ctypes.CDLL, device_index: int, alone: bool, least: int) -> tuple[int, int] | None:
+def _loaded(compiled: Any, driver: ctypes.CDLL, device_index: int, alone: bool) -> tuple[int, int] | None:
     """The function of a kernel, and the bytes of shared memory to launch it with; Triton would load it by what a C
     compiler makes first. None of a kernel whose launch is not plain, or that wants more shared memory than there is:
     Triton says so.
     """
     if not _is_plain(compiled.metadata):
         return None
-    device, most, shared = ctypes.c_int(), ctypes.c_int(), max(compiled.metadata.shared, least)
+    device, most, shared = ctypes.c_int(), ctypes.c_int(), compiled.metadata.shared
     driver.cuDeviceGet(ctypes.byref(device), device_index)
     driver.cuDeviceGetAttribute(ctypes.byref(most), _MOST_SHARED_BYTES, device)
     if shared > most.value:

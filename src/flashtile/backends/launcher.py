@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +140,7 @@ class KernelCall(NamedTuple):
 
     moves: of each of the first arguments, which one of those that a run is called with takes its place. alone, shared:
     each program has so much shared memory that no other fits beside it on a multiprocessor, or so many bytes at least,
-    if the launch goes straight through the driver.
+    up to the 48 KiB that every kernel may ask for; if the launch goes straight through the driver.
     """
 
     fn: Any
@@ -155,7 +156,7 @@ def prepared(device: torch.device, *calls: KernelCall) -> Run:
     """The launches of Triton kernels, in order, as `run_of` describes them; of an empty grid, nothing."""
     calls = tuple(call for call in calls if call.grid)
     if device.type == "cpu":  # the interpreter compiles nothing
-        return _interpreted(calls)
+        return _in_order([partial(call.fn[(call.grid,)], **call.options) for call in calls], calls)
     arch = arch_of(device)
     assert arch is not None, "a tensor on a GPU, and no GPU"
     return run_of([compiled_for(call.fn, call.arguments, call.options, arch) for call in calls], calls, device)
@@ -171,41 +172,36 @@ def run_of(kernels: list[Any], calls: tuple[KernelCall, ...], device: torch.devi
     return through_driver(kernels, calls, device.index) or _through_triton(kernels, calls, device.index)
 
 
-def _interpreted(calls: tuple[KernelCall, ...]) -> Run:
-    launches = []
-    for call in calls:
-        moves, others = _moves(call), call.arguments[len(call.moves) :]
-        launches.append((call.fn[(call.grid,)], moves, others, call.options))
-
-    def run(*tensors: Tensor | int | None) -> None:
-        for launch, moves, others, options in launches:
-            launch(*(None if i is None else tensors[i] for i, _ in moves), *others, **options)
-
-    return run
-
-
 def _through_triton(kernels: list[Any], calls: tuple[KernelCall, ...], device_index: int) -> Run:
-    launches = []
-    for kernel, call in zip(kernels, calls, strict=True):
-        launches.append((kernel[(call.grid, 1, 1)], _moves(call), call.arguments[len(call.moves) :]))
+    launch = _in_order([kernel[(call.grid, 1, 1)] for kernel, call in zip(kernels, calls, strict=True)], calls)
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def run(*tensors: Tensor | int | None) -> None:
         with contextlib.nullcontext() if current_device() == device_index else torch.cuda.device(device_index):
-            for launch, moves, others in launches:
-                moved = ((None if i is None else tensors[i], like) for i, like in moves)
-                alike = (x if like is None else _of(like, x) for x, like in moved)
-                launch(*alike, *others, stream=stream_of(device_index))
+            launch(*tensors, stream=stream_of(device_index))
+
+    return run
+
+
+def _in_order(launches: list[Callable[..., Any]], calls: tuple[KernelCall, ...]) -> Run:
+    """A run of functions that launch these calls, each with all of its arguments."""
+    moving = [
+        (launch, _moves(call), call.arguments[len(call.moves) :]) for launch, call in zip(launches, calls, strict=True)
+    ]
+
+    def run(*tensors: Tensor | int | None, **where: Any) -> None:
+        for launch, moves, others in moving:
+            moved = ((None if i is None else tensors[i], like) for i, like in moves)
+            launch(*(x if like is None else _of(like, x) for x, like in moved), *others, **where)
 
     return run
 
 
 def _moves(call: KernelCall) -> list[tuple[int | None, Any]]:
     """Of each argument that moves: which one of a run's it is, if it is not None, and its descriptor, if it has one."""
-    arguments = call.arguments[: len(call.moves)]
     return [
         (None if x is None else i, None if x is None or isinstance(x, Tensor | int) else _of(x, None))
-        for x, i in zip(arguments, call.moves, strict=True)
+        for x, i in zip(call.arguments[: len(call.moves)], call.moves, strict=True)
     ]
 
 

@@ -35,7 +35,7 @@ FEWEST_MERGED, MOST_MERGED = 8, 128  # parts of a row at a time: fewer leave thr
 MERGED = 2048
 # Bytes of shared memory that a program that merges asks for and does not use, on sm_90: at most, and in all where they
 # lie evenly, which `decode_kernel` leaves of a multiprocessor's. Else many seem to find a place where that has no
-# programs, on few multiprocessors, and to wait for one another: 1,32,1,8192 takes 6.8 us to 6.5, 2,32,8,1024 7.2 to
+# programs, on few multiprocessors, and to wait for one another: 1,32,1,8192 takes 6.8 us to 6.6, 2,32,8,1024 7.2 to
 # 7.0, 1,32,8,1024 at D 256 7.7 to 7.4, 4,32,8,2048 13.5 to 13.2. With more, the programs of the next call find none
 # beside them (decode_merge_beside).
 MOST_BESIDE, ALL_BESIDE = 32 << 10, 76 << 10
@@ -172,7 +172,8 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.early,
     )  # fmt: skip
     options = spec.tiles.options | spec.launch_options
-    return call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options, alone=spec.alone)
+    call = call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options)
+    return call._replace(alone=spec.alone)
 
 
 def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
@@ -188,7 +189,7 @@ def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
     options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
     shared = min(MOST_BESIDE, ALL_BESIDE // -(-grid // spec.multiprocessors)) if spec.arch == "sm_90" else 0
-    return call_of(merge_kernel, grid, moving, names, scalars, options, shared=shared)
+    return call_of(merge_kernel, grid, moving, names, scalars, options)._replace(shared=shared)
 
 
 MOVING = (*Arguments._fields, "end", "turned", "acc", "sums", "out", "lse")

@@ -54,12 +54,11 @@ class Kernel(Launcher):
 
 
 def call_of(
-    fn: Any, grid: int, moving: dict[str, Any], names: tuple[str, ...], others: tuple, options: dict[str, Any],
-    **more: Any,
-) -> KernelCall:  # fmt: skip
+    fn: Any, grid: int, moving: dict[str, Any], names: tuple[str, ...], others: tuple, options: dict[str, Any]
+) -> KernelCall:
     """The launch of a kernel whose first arguments are these of all that move in a run, by their names."""
     order, arguments = list(moving), (*(moving[name] for name in names), *others)
-    return KernelCall(fn, grid, arguments, [order.index(name) for name in names], options, **more)
+    return KernelCall(fn, grid, arguments, [order.index(name) for name in names], options)
 
 
 def dense_rows(x: Tensor) -> Tensor:
