@@ -2,9 +2,10 @@
 
     python benchmarks/decode.py benchmarks/results/decode-h200.json --plot benchmarks/results/decode-h200.png
 
-Beside PyTorch's own, flash-attn-4 and flashinfer are timed where they are installed. Every provider is checked against
-float64 first. Then calls over distinct caches, together several times the L2 cache, are captured in a CUDA graph, which
-is timed in random order among the providers' graphs. bfloat16, D 128 or --head-dim.
+Beside PyTorch's own, flash-attn-4, flashinfer and, by nvidia-cudnn-frontend, cuDNN with lengths and pages are timed
+where they are installed. Every provider is checked against float64 first. Then calls over distinct caches, together
+several times the L2 cache, are captured in a CUDA graph, which is timed in random order among the providers' graphs.
+bfloat16, D 128 or --head-dim.
 """
 
 from __future__ import annotations
@@ -245,6 +246,55 @@ class FlashInfer:
         return self.decoding.run(step.q[:, 0], (k, v))[:, None]
 
 
+class CuDNN:
+    """cuDNN by its own frontend, which hands it lengths and pages: a graph for the steps of one point, which have the
+    same settings.
+    """
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] | None = None
+
+    def __call__(self, step: Step) -> Tensor:
+        import cudnn
+
+        if "k_descale" in step.settings:
+            raise ValueError("it has no float8 cache for bfloat16 queries")
+        if self.settings is not step.settings:
+            self.plan(step)
+        q, k, v = (x.transpose(1, 2) for x in step[:3])
+        out = torch.empty_like(step.q)
+        cudnn.set_stream(self.handle, torch.cuda.current_stream().cuda_stream)
+        tensors = {"q": q, "k": k, "v": v, "out": out.transpose(1, 2)} | self.inputs
+        self.graph.execute({self.named[name]: x for name, x in tensors.items()}, self.room, handle=self.handle)
+        return out
+
+    def plan(self, step: Step) -> None:
+        """The graph, its tensors by name, and those that all steps have."""
+        import cudnn
+
+        q, k, v = (x.transpose(1, 2) for x in step[:3])
+        lengths = step.settings["cache_seqlens"].view(-1, 1, 1, 1)
+        self.inputs = {"seq_len_q": torch.full_like(lengths, q.shape[2]), "seq_len_kv": lengths}
+        options: dict[str, Any] = {"use_causal_mask_bottom_right": step.settings["causal"]}
+        if "block_table" in step.settings:
+            table = step.settings["block_table"][:, None, :, None]
+            self.inputs |= {"paged_attention_k_table": table, "paged_attention_v_table": table}
+            options["paged_attention_max_seq_len_kv"] = table.shape[2] * k.shape[2]
+        self.handle = cudnn.create_handle()
+        self.graph = cudnn.pygraph(
+            io_data_type=cudnn.data_type.BFLOAT16, intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT, handle=self.handle,
+        )  # fmt: skip
+        self.named = {x: self.graph.tensor_like(y) for x, y in {"q": q, "k": k, "v": v, **self.inputs}.items()}
+        out, _ = self.graph.sdpa(
+            **self.named, **options, attn_scale=q.shape[-1] ** -0.5, use_padding_mask=True, generate_stats=False
+        )
+        self.named["out"] = out.set_output(True).set_dim(q.shape).set_stride(q.stride())
+        self.graph.build([cudnn.heur_mode.A])
+        self.room = torch.empty(self.graph.get_workspace_size(), dtype=torch.uint8, device=q.device)
+        self.settings = step.settings
+
+
 PYTORCH: dict[str, Provider] = {
     "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
     "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
@@ -255,6 +305,7 @@ LIBRARIES: dict[str, Provider] = {
     for name, module, provider in (
         ("flash-attn 4", "flash_attn", flash_attn_4),
         ("flashinfer", "flashinfer", FlashInfer()),
+        ("cuDNN, with lengths", "cudnn", CuDNN()),
     )
     if importlib.util.find_spec(module)
 }

@@ -16,7 +16,9 @@ from .report import Report, Row, atomically
 from .tables import rate_unit
 from .timing import PACES
 
-_COLORS = ("#1f5fa8", "#e07b39", "#8a8a8a", "#5fa86a", "#b5508c", "#c9b037", "#6fb7c9", "#7a5fa8")
+_COLORS = (
+    "#1f5fa8", "#e07b39", "#8a8a8a", "#5fa86a", "#b5508c", "#c9b037", "#6fb7c9", "#7a5fa8", "#d0605e", "#4d4d4d",
+)  # fmt: skip
 _DIRECTION = {"fwd": "forward", "bwd": "backward"}
 
 

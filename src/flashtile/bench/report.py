@@ -142,7 +142,9 @@ def atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Device, versions, commit and date: what a number needs beside it to mean something."""
-    packages = ("triton", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl")
+    packages = (
+        "triton", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "flashinfer-python", "nvidia-cudnn-frontend",
+    )  # fmt: skip
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
