@@ -101,9 +101,10 @@ def test_decode_tiles_of_every_head_dim_compile_fit_and_do_not_spill(page_size, 
 @pytest.mark.parametrize(
     ("load", "batch", "heads_k", "capacity", "page_size"),
     [("short", 1, 8, 1024, 16), ("scattered", 8, 8, 32768, 16), ("few", 8, 8, 32768, 0), ("many", 8, 8, 32768, 64),
-     ("few", 8, 8, 32768, 128), ("few", 64, 8, 4096, 0), ("few", 1, 1, 65536, 0), ("even", 64, 8, 1024, 0),
-     ("even", 64, 8, 4096, 64), ("many", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0), ("one", 16, 8, 1024, 0),
-     ("many", 16, 8, 1024, 64), ("few", 16, 8, 2048, 0), ("two", 160, 8, 1024, 0), ("two", 320, 1, 1024, 64)],
+     ("few", 8, 8, 32768, 128), ("few", 64, 8, 4096, 0), ("few", 1, 1, 65536, 0), ("two", 64, 8, 1024, 0),
+     ("even", 64, 8, 4096, 64), ("three", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0), ("one", 16, 8, 1024, 0),
+     ("many", 16, 8, 1024, 64), ("few", 16, 8, 2048, 0), ("three", 160, 8, 1024, 0), ("three", 320, 1, 1024, 64),
+     ("scattered", 32, 8, 1024, 16), ("three", 48, 8, 1024, 16), ("four", 128, 8, 2048, 0), ("many", 20, 8, 1024, 0)],
 )  # fmt: skip
 def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, heads_k, capacity, page_size, arch):
     """Loads are by tasks, and bytes: of heads of 64 keys may be twice as many, and pages hold twice as many. Where
@@ -149,7 +150,7 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
     ("load", "batch", "capacity", "programs"),
     [("one", 10, 3072, 0), ("one", 16, 1024, 0), ("few", 16, 4096, 0), ("many", 18, 512, 264), ("few", 18, 1024, 128),
      ("two", 24, 1024, 0), ("four", 32, 1024, 0), ("two", 32, 2048, 0), ("few", 36, 1024, 128), ("four", 64, 3072, 0),
-     ("few", 64, 4096, 128), ("eight", 96, 1024, 0), ("two", 200, 3072, 0)],
+     ("few", 64, 4096, 128), ("eight", 96, 1024, 0), ("three", 200, 3072, 0)],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
 def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, capacity, programs):
@@ -166,16 +167,42 @@ def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load,
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads_k", "capacity", "arch", "alone"),
-    [(1, 1, 32768, "sm_90", True), (1, 1, 8192, "sm_90", False), (1, 8, 1024, "sm_90", False),
-     (8, 8, 32768, "sm_90", True), (64, 8, 1024, "sm_90", False), (1, 1, 32768, "sm_80", False)],
-    ids=["some blocks", "a block each", "a block each, 8 heads", "many blocks", "four programs", "no early start"],
+    ("batch", "heads_k", "capacity", "arch", "programs"),
+    [(1, 1, 32768, "sm_90", 1), (1, 1, 8192, "sm_90", 0), (1, 8, 1024, "sm_90", 0), (8, 8, 32768, "sm_90", 1),
+     (64, 8, 1024, "sm_90", 2), (96, 8, 1024, "sm_90", 3), (1, 1, 32768, "sm_80", 0)],
+    ids=["some blocks", "a block each", "a block each, 8 heads", "many blocks", "two", "three", "no early start"],
 )  # fmt: skip
-def test_decode_programs_of_several_blocks_that_start_early_keep_a_multiprocessor_for_themselves(
-    batch, heads_k, capacity, arch, alone
-):
+def test_decode_programs_of_several_blocks_that_start_early_lie_evenly(batch, heads_k, capacity, arch, programs):
+    """No multiprocessor has more of them than its tiles say, which all have room for."""
     call = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
-    assert decode_launch.decode_spec(call, 0, arch, 132).alone == alone
+    decode = cached_calls(call, arch)[1]
+    assert decode.programs == programs
+    usage, _ = compile_call(decode, arch)
+    threads = 32 * decode.options["num_warps"]
+    assert programs * threads * -(-usage.registers // 8) * 8 <= 1 << 16
+    assert programs * (usage.shared + 1024) <= 228 << 10
+
+
+@pytest.mark.parametrize(
+    ("batch", "load"),
+    [(9, None), (10, "one"), (16, "one"), (24, None), (32, "two"), (35, None), (48, "three"), (56, "two"), (64, "two"),
+     (72, None), (80, "three"), (96, "three"), (112, "four"), (128, "four"), (200, "three")],
+)  # fmt: skip
+def test_tasks_in_order_of_length_have_a_program_each_where_their_last_round_would_be_full(batch, load):
+    call = cached_call(spec((1, 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    assert decode_config.whole_tasks(call, 132) == load
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "order"), [(16, 1024, 0), (64, 1024, 4), (64, 1088, 5), (257, 1024, 0), (64, None, 0)]
+)
+def test_the_longest_sequences_come_first_where_tasks_wait(batch, capacity, order):
+    """Bits of how many blocks of 64 keys a sequence may have, or no order: where all tasks run at once, where there are
+    too many sequences to look through, and where all are as long."""
+    call = cached_call(spec((1, capacity or 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    if capacity is None:
+        call = call._replace(given=call.given._replace(cache_seqlens=None))
+    assert decode_launch.decode_spec(call, 0, "sm_90", 132).order == order
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,45 @@ def test_shares_of_a_line_are_even_and_have_each_block_once(n_shares, least):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("batch", [1, 5, 32, 33, 100])
+def test_the_longest_sequences_come_first(batch):
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+
+    from flashtile.backends.triton.decode_shares import longest_first
+
+    @triton.jit
+    def kernel(found_ptr, lengths_ptr, batches, TILE_B: tl.constexpr, longest_first: tl.constexpr):
+        rank = tl.program_id(0)
+        place = longest_first(rank, batches, lengths_ptr, None, 0, 1024, 1, -1, -1, TILE_B, 64, False, False, 4)
+        tl.store(found_ptr + rank, place)
+
+    torch.manual_seed(0)
+    for lengths in (torch.randint(0, 1025, (batch,)), torch.full((batch,), 1024), torch.zeros(batch)):
+        found = torch.full((batch,), -1, dtype=INT)
+        kernel[(batch,)](found, lengths.to(INT), batch, triton.next_power_of_2(batch), longest_first)
+        blocks = (-(-lengths // 64)).clamp(min=1)
+        assert found.tolist() == blocks.argsort(descending=True, stable=True).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", [BF16, FP8], ids=["bfloat16", "float8"])
+@pytest.mark.parametrize("batch", [32, 48, 70, 110], ids=["two", "three", "shares", "four"])
+def test_tasks_of_sequences_of_all_lengths(batch, stored):
+    """As many as run at once, with two programs on a multiprocessor, or three, or four, or that wait for others."""
+    torch.manual_seed(0)
+    of_bf16, capacity = 1 + (stored == FP8), 256
+    lengths = torch.randint(0, of_bf16 * capacity + 1, (batch,), dtype=INT)
+    q = normal(batch, 1, 32, 128, dtype=BF16).cuda()
+    k, v = (normal(batch, of_bf16 * capacity, 8, 128, dtype=BF16).to(stored).cuda() for _ in "kv")
+    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths.cuda(), return_softmax_lse=True)
+    for b, n in enumerate(lengths.tolist()):
+        wanted, wanted_lse = attention(*(x[b].cpu().double() for x in (q, k[:, :n], v[:, :n])))
+        torch.testing.assert_close(out[b].cpu().double(), wanted, rtol=0, atol=2e-2 * max(wanted.abs().max(), 1))
+        torch.testing.assert_close(lse[b].cpu().double(), wanted_lse, rtol=0, atol=1e-2)
+
+
+@pytest.mark.interpreter
 def test_rows_of_float16_are_what_they_stand_for():
     triton = pytest.importorskip("triton")
     import triton.language as tl

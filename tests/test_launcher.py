@@ -218,9 +218,9 @@ def test_a_launch_may_wait_for_all_of_its_programs_or_for_those_of_the_one_befor
 
 @pytest.mark.parametrize(
     ("of_the_kernel", "asked", "of_the_launch"),
-    [(1000, {"alone": True}, 1001), (1001, {"alone": True}, 1001), (1000, {"shared": 1500}, 1500),
-     (1000, {"shared": 500}, 1000)],
-    ids=["alone", "alone in any case", "so much at least", "more than that"],
+    [(1000, {"programs": 1}, 1001), (1001, {"programs": 1}, 1001), (500, {"programs": 3}, 501),
+     (1000, {"shared": 1500}, 1500), (1000, {"shared": 500}, 1000)],
+    ids=["alone", "alone in any case", "of three", "so much at least", "more than that"],
 )  # fmt: skip
 def test_a_program_may_have_more_shared_memory_than_it_uses(
     monkeypatch, compiled, arguments, of_the_kernel, asked, of_the_launch

@@ -10,8 +10,8 @@ the key heads of a sequence, which lie side by side in memory, are read at the s
 lies in one share is written at once, the others as parts: share n of a line has at most one part that began before it,
 kept in slot 2 n of the line, and one that goes on behind it, in slot 2 n + 1. `merge_kernel` finds them by the same
 arithmetic (decode_shares.py). A part is the state of the online softmax: sums not yet divided by l, and m and l.
-Without SHARED a program has one task; where there are no slots, as sequences are alike and programs have whole tasks,
-nothing is merged.
+Without SHARED a program has one task, those of the longest sequences first if there is an ORDER; where there are no
+slots, as programs have whole tasks, nothing is merged.
 
 Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_size, Hk, D | Dv) · parts: acc
 (2 programs, TILE_M, Dv), m and l (TILE_M, 2 programs), float32 · out (B, Sq, Hq, Dv) · lse (B, Hq, Sq).
@@ -24,6 +24,7 @@ from .decode_shares import (
     begin_of_share,
     blocks_of_sequences,
     key_blocks,
+    longest_first,
     share_of_block,
     shares_of_line,
     span_of,
@@ -193,10 +194,10 @@ def decode_kernel(
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
     NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
-    SHARED: tl.constexpr, EARLY: tl.constexpr,
+    SHARED: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """An equal share of a line of key blocks, of those of `width` lines: grid (programs,); without SHARED one task:
-    grid (B * Hk * blocks of rows,).
+    grid (B * Hk * blocks of rows,). ORDER: bits of how many blocks a sequence may have, if they are to be in order.
 
     `places` are pages, or rows of the cache, or None: sequence b has row b. stride_vs is None where it is stride_ks:
     the offsets of a tile's keys then take registers once. Of parts, acc is (2 * programs, TILE_M, DV), and sums, m and
@@ -243,6 +244,11 @@ def decode_kernel(
             inside_sequence = place - tl.sum(tl.where(before, of_sequences, 0), 0)
     else:
         sequence = program // tasks
+        if ORDER > 0:
+            sequence = longest_first(
+                sequence, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+                TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT, ORDER,
+            )  # fmt: skip
     first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
     n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     if SHARED:

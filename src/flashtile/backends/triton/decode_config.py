@@ -71,14 +71,14 @@ def tasks_of(spec: AttentionSpec) -> int:
     return spec.batch * tasks_of_sequence(spec)
 
 
-ROUND = {"one": 1, "two": 2, "four": 4, "eight": 8}  # programs of a multiprocessor, which have a task each
+ROUND = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}  # programs of a multiprocessor, which have a task each
 LOADS = ("short", "scattered", *ROUND, "few", "even", "many")
 BLOCK = 32 << 10  # bytes of K and V of a block of those of many
 SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
 PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
 UNEVEN = 16 * BLOCK  # of a task, up to which one that is longer than others does not keep a program long
-MOST_OF_A_ROUND, ALL_OF_A_ROUND = 0.6, 0.95
+MOST_OF_A_ROUND, FULL, ALL_OF_A_ROUND = 0.6, 0.75, 0.95
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
@@ -90,17 +90,17 @@ def bytes_of_a_task(call: CachedCall) -> int:
 
 
 def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
-    """Short: at most so many bytes, by the cache's capacity; else scattered over pages smaller than a block of many;
-    else one, two, four or eight, as `whole_tasks` says, if none is to be split; else few tasks, or long ones, or plenty
-    that are known to be alike, whose blocks are twice as large; else so many that whole ones fill a GPU evenly; else
-    many."""
+    """Short: at most so many bytes, by the cache's capacity; else one to eight, as `whole_tasks` says, if none is to be
+    split; else scattered over pages smaller than a block of many; else few tasks, or long ones, or plenty that are
+    known to be alike, whose blocks are twice as large; else so many that whole ones fill a GPU evenly; else many."""
     tasks, page_size = tasks_of(call.spec), call.cache.page_size or MOST_KEYS
     block = BLOCK // (2 * padded_dim(call.spec) * call.cache.k.dtype.itemsize)  # keys
     if tasks * bytes_of_a_task(call) <= SHORT * multiprocessors:
         return "short"
-    if page_size < block:
-        return "scattered"
     whole = whole_tasks(call, multiprocessors) if num_splits < 2 else None
+    if page_size < block:
+        fills = not call.cache.alike and tasks > ROUND["two"] * multiprocessors
+        return whole if whole and fills else "scattered"
     if whole and (whole != "one" or page_size >= 2 * block):
         return whole
     plenty = call.cache.alike and tasks * bytes_of_a_task(call) >= PLENTY * multiprocessors
@@ -112,25 +112,41 @@ def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
 
 def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     """The load in which programs have a task each, by how many of them a multiprocessor has, if that is better than
-    equal shares, as nothing is merged and no sequence looked for: where they run in one round, most of it used, or
-    in so many that their ends do not count. None if not.
+    equal shares, as nothing is merged and no sequence looked for. None if not.
 
-    Lengths on the device may leave some of them little to do. Then only one program of a multiprocessor makes up for
-    that, as a program alone reads much faster, or many rounds, or so many sequences that to look for one takes longer;
-    if none is long. Short tasks of 16 rows that fill a round of two are read faster as half a round of four, but
-    at D 256.
+    Where sequences are alike that is if they run in one round, most of it used, or in so many that their ends do not
+    count, in 16 bits. Short tasks of 16 rows that fill a round of two are read faster as half a round of four, but at
+    D 256.
     """
-    tasks, size, alike = tasks_of(call.spec), bytes_of_a_task(call), call.cache.alike
-    if size >= LONG or not (alike or size <= UNEVEN):
+    tasks, size = tasks_of(call.spec), bytes_of_a_task(call)
+    if size >= LONG or (call.cache.alike and call.cache.k.dtype.itemsize == 1):
         return None
-    for load, programs in ROUND.items():
-        most = programs * multiprocessors
-        if MOST_OF_A_ROUND * most <= tasks <= most and (alike or programs == 1):
-            narrow = tile_m(call.spec) == ROWS[0] and padded_dim(call.spec) <= 128 and size <= UNEVEN
-            return "four" if load == "two" and narrow and tasks >= ALL_OF_A_ROUND * most else load
-    if tasks > max(ROUND.values()) * multiprocessors or (not alike and call.spec.batch > MANY_SEQUENCES):
-        return "two"
-    return None
+    most_of = {load: n * multiprocessors for load, n in ROUND.items()}
+    narrow = tile_m(call.spec) == ROWS[0] and padded_dim(call.spec) <= 128
+    if not call.cache.alike:
+        return tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
+    for load in ("one", "two", "four", "eight"):
+        if MOST_OF_A_ROUND * most_of[load] <= tasks <= most_of[load]:
+            by_halves = load == "two" and narrow and size <= UNEVEN and tasks >= ALL_OF_A_ROUND * most_of[load]
+            return "four" if by_halves else load
+    return "three" if tasks > most_of["eight"] else None
+
+
+def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], narrow: bool) -> str | None:
+    """The same of tasks of at most `size` bytes whose lengths the host does not know, by how many a round has.
+
+    The longest are begun first, and short ones fill up what those leave. So it is where there are many rounds, or the
+    last would be full if all were as long; if no task may be so long that all wait for it. Only narrow ones have place
+    for more than two beside one another.
+    """
+    if tasks <= most_of["one"]:
+        return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] and size <= UNEVEN else None
+    if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
+        return "three" if size <= UNEVEN else None
+    rounds = {load: -(-tasks // most_of[load]) for load in (("two", "three", "four") if narrow else ("two",))}
+    full = {load: tasks / (n * most_of[load]) for load, n in rounds.items() if n > 1 or load != "four"}
+    load = max(full, key=lambda load: (full[load], most_of[load]))
+    return load if full[load] >= FULL and size <= (UNEVEN if rounds[load] == 1 else 2 * UNEVEN) else None
 
 
 def shares_of_whole_tasks(tasks: int, most: int) -> int:
@@ -227,7 +243,8 @@ def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] 
         "short": DecodeTiles(block, 4, 3, 1, 1), "scattered": DecodeTiles(block // 2, 2, 3, 4, 1),
         "few": DecodeTiles(2 * block, 4, 3, 1, 1), "even": DecodeTiles(block // 2, 2, 3, EVEN, 1),
         "many": DecodeTiles(block, 4, 3, 2, 1), "one": DecodeTiles(2 * block, 8, 3, 1, 1, whole=True),
-        "two": DecodeTiles(block, 4, 3, 2, 1, whole=True), "four": DecodeTiles(block // 2, 2, 3, 4, 1, whole=True),
+        "two": DecodeTiles(block, 4, 3, 2, 1, whole=True), "three": DecodeTiles(block, 4, 3, 3, 1, whole=True),
+        "four": DecodeTiles(block // 2, 2, 3, 4, 1, whole=True),
         "eight": DecodeTiles(max(block // 4, 16), 1, 3, 8, 1, whole=True),
     }  # fmt: skip
     return tiles | dict.fromkeys(as_many, tiles["many"]) | dict.fromkeys(as_two, tiles["two"]) | others
@@ -235,14 +252,22 @@ def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] 
 
 SM_90 = _table({
     (1, 64): (DecodeTiles(128, 4, 4, 2, 4), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 6, 1, 4)),
-    (1, 128): (DecodeTiles(64, 2, 3, 4, 1), DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4)),
+    (1, 128): (
+        dict.fromkeys(LOADS, DecodeTiles(64, 2, 3, 4, 1)) | {
+            "two": DecodeTiles(128, 4, 3, 2, 1, whole=True), "three": DecodeTiles(128, 4, 3, 3, 1, whole=True),
+            "four": DecodeTiles(64, 2, 3, 4, 1, whole=True),
+        },
+        DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4),
+    ),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (
         _by_load(128, ("even",), one=DecodeTiles(256, 4, 3, 1, 1, whole=True)),
-        _by_load(128, ("scattered", "even"), ("eight",)), DecodeTiles(64, 8, 6, 1, 4),
+        _by_load(128, ("scattered", "even"), ("three", "eight")), DecodeTiles(64, 8, 6, 1, 4),
     ),
-    (2, 128): (_by_load(64), _by_load(64, ("scattered", "even"), ("four", "eight")), DecodeTiles(64, 8, 4, 1, 4)),
-    (2, 256): _by_load(32, ("scattered", "even"), ("eight",),
+    (2, 128): (
+        _by_load(64), _by_load(64, ("scattered", "even"), ("three", "four", "eight")), DecodeTiles(64, 8, 4, 1, 4),
+    ),
+    (2, 256): _by_load(32, ("scattered", "even"), ("three", "eight"),
                        **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),

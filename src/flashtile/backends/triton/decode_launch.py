@@ -17,6 +17,7 @@ from ..launcher import KernelCall, Launcher, Run, behind, empty_out, prepared, r
 from .append import AppendSpec, append_call, append_spec, queries_of
 from .decode import decode_kernel, merge_kernel
 from .decode_config import (
+    MANY_SEQUENCES,
     MOST_KEYS,
     DecodeTiles,
     choose,
@@ -53,6 +54,7 @@ class DecodeSpec(NamedTuple):
     width: int  # lines of blocks, each of every so many-th task
     least: int  # blocks of a share
     multiprocessors: int  # of the GPU
+    alike: bool  # sequences, as far as the host knows
     merges: bool = False  # whether tasks may be split: nobody knows of lengths on the device
 
     @property
@@ -71,14 +73,21 @@ class DecodeSpec(NamedTuple):
         return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
 
     @property
-    def alone(self) -> bool:
-        """Whether a multiprocessor's one program has it to itself.
+    def programs_beside(self) -> int:
+        """How many programs at most a multiprocessor has, itself one of them; 0: as many as find place.
 
-        Programs that start early find places where others have ended: two in one, though another has none. Then all
-        take as long as those two, 14.4 us for 11.8 at 1,32,1,32768. Of one block each, they gain more by starting.
+        Programs that start early find places where others have ended: more in one than in another, and then all take
+        as long as those, one alone 14.4 us for 11.8 at 1,32,1,32768. Of one block each, they gain more by starting.
         """
         blocks = self.tasks * -(-self.attention.seqlen_k // self.tiles.tile_n)
-        return self.early and self.tiles.programs == 1 and blocks > (self.programs or self.tasks)
+        return self.tiles.programs if self.early and blocks > (self.programs or self.tasks) else 0
+
+    @property
+    def order(self) -> int:
+        """Bits of how many blocks a sequence may have, where tasks of the longest come first; 0: they come in order."""
+        blocks = -(-self.attention.seqlen_k // self.tiles.tile_n)
+        first_come = self.alike or self.programs > 0 or self.tasks <= self.multiprocessors
+        return 0 if first_come or self.attention.batch > MANY_SEQUENCES else (blocks - 1).bit_length()
 
     @property
     def launch_options(self) -> dict[str, bool]:
@@ -95,7 +104,9 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     """
     of, cache, tiles = call.spec, call.cache, choose(call, arch, multiprocessors, num_splits)
     of_sequence = tasks_of_sequence(of)
-    whole = DecodeSpec(of, cache.page_size, cache.seqlen_new, arch, tiles, 0, of_sequence, tiles.least, multiprocessors)
+    whole = DecodeSpec(
+        of, cache.page_size, cache.seqlen_new, arch, tiles, 0, of_sequence, tiles.least, multiprocessors, cache.alike
+    )
     if num_splits:
         return whole if num_splits == 1 else whole._replace(programs=num_splits * whole.tasks, least=1, merges=True)
     most_of_a_task = -(-of.seqlen_k // (tiles.tile_n * tiles.least))
@@ -169,11 +180,11 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
         triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
         of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
-        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.early,
+        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.order, spec.early,
     )  # fmt: skip
     options = spec.tiles.options | spec.launch_options
     call = call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options)
-    return call._replace(alone=spec.alone)
+    return call._replace(programs=spec.programs_beside)
 
 
 def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:

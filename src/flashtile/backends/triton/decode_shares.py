@@ -1,11 +1,14 @@
 """How Flash-Decoding's key blocks are shared out: whose blocks a program has, and which programs have a task's.
 
 A line is the blocks of some tasks, task after task, and its shares go to as many programs, in order. Both kernels of
-decode.py do this arithmetic, and what launches them some of it.
+decode.py do this arithmetic, and what launches them some of it. Where programs have whole tasks, not shares, those of
+the longest sequences come first.
 """
 
 import triton
 import triton.language as tl
+
+LANES = tl.constexpr(32)  # of a warp
 
 
 @triton.jit
@@ -76,3 +79,51 @@ def share_of_block(block, share, longer):
     """Which share of a line has a block."""
     of_longer = longer * (share + 1)
     return block // (share + 1) if block < of_longer else longer + (block - of_longer) // share
+
+
+@triton.jit
+def blocks_of_lanes(
+    first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(LANES,) key blocks of the sequences from `first` on, 0 behind the last."""
+    sequence = first + tl.arange(0, LANES)
+    here = sequence < batches
+    _, n_keys = span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+    _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+    return tl.where(here, blocks, 0)
+
+
+@triton.jit
+def longest_first(
+    rank, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """The rank-th sequence where those of more key blocks, of which none has more than 2 ** BITS, come first.
+
+    Bit by bit it finds the most blocks that more than `rank` sequences have, then the sequence among those of as many.
+    Each warp does so by itself, in vectors of its lanes: over all warps' threads it takes barriers, and a microsecond.
+    """
+    blocks, longer = 1, 0  # so many sequences have more
+    for bit in tl.static_range(BITS):
+        more = blocks + (1 << BITS - 1 - bit)
+        having = tl.zeros([LANES], tl.int32)
+        for first in tl.static_range(0, TILE_B, LANES):
+            having += more <= blocks_of_lanes(
+                first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+                TILE_N, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+        n_having = tl.sum(having, 0)
+        blocks = tl.where(n_having > rank, more, blocks)
+        longer = tl.where(n_having > rank, longer, n_having)
+    before = longer
+    found = tl.zeros([LANES], tl.int32)
+    for first in tl.static_range(0, TILE_B, LANES):
+        as_long = blocks == blocks_of_lanes(
+            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        place = before + tl.cumsum(as_long.to(tl.int32), 0) - 1
+        found += tl.where(as_long & (place == rank), first + tl.arange(0, LANES), 0)
+        before += tl.sum(as_long.to(tl.int32), 0)
+    return tl.sum(found, 0)
