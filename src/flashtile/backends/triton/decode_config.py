@@ -77,7 +77,7 @@ BLOCK = 32 << 10  # bytes of K and V of a block of those of many
 SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
 PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
-UNEVEN = 16 * BLOCK  # of a task, up to which one that is longer than others does not keep a program long
+UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
 MOST_OF_A_ROUND, FULL, ALL_OF_A_ROUND = 0.6, 0.75, 0.95
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
@@ -135,18 +135,21 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
 def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], narrow: bool) -> str | None:
     """The same of tasks of at most `size` bytes whose lengths the host does not know, by how many a round has.
 
-    The longest are begun first, and short ones fill up what those leave. So it is where there are many rounds, or the
-    last would be full if all were as long; if no task may be so long that all wait for it. Only narrow ones have place
-    for more than two beside one another.
+    The longest are begun first, if sequences are not too many to look through, and short ones fill up what those leave.
+    So it is where there are many rounds, or the last would be full if all were as long; if no task may be so long that
+    all wait for it, the longer the more there are. Only narrow ones have place for more than two beside one another.
     """
+    rounds_of_two = round(tasks / most_of["two"]) if batch <= MANY_SEQUENCES else 1
+    if size > UNEVEN * max(rounds_of_two, 1):
+        return None
     if tasks <= most_of["one"]:
-        return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] and size <= UNEVEN else None
+        return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] else None
     if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
-        return "three" if size <= UNEVEN else None
+        return "three"
     rounds = {load: -(-tasks // most_of[load]) for load in (("two", "three", "four") if narrow else ("two",))}
     full = {load: tasks / (n * most_of[load]) for load, n in rounds.items() if n > 1 or load != "four"}
     load = max(full, key=lambda load: (full[load], most_of[load]))
-    return load if full[load] >= FULL and size <= (UNEVEN if rounds[load] == 1 else 2 * UNEVEN) else None
+    return load if full[load] >= FULL else None
 
 
 def shares_of_whole_tasks(tasks: int, most: int) -> int:
