@@ -25,6 +25,7 @@ from .decode_shares import (
     blocks_of_sequences,
     key_blocks,
     longest_first,
+    sequence_of_block,
     share_of_block,
     shares_of_line,
     span_of,
@@ -226,11 +227,11 @@ def decode_kernel(
             of_sequence = blocks * (tasks // width)
             n_blocks = of_sequence * batches
         else:
-            of_sequences = blocks_of_sequences(
-                batches, tasks // width, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-                window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+            of_all, _of_none = blocks_of_sequences(
+                0, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+                TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
-            n_blocks = tl.sum(of_sequences, 0)
+            n_blocks = of_all * (tasks // width)
         share, longer = shares_of_line(n_blocks, n_shares, least)
         position = begin_of_share(rank, share, longer)
         stop = tl.minimum(begin_of_share(rank + 1, share, longer), n_blocks)
@@ -239,9 +240,10 @@ def decode_kernel(
             sequence = place // of_sequence
             inside_sequence = place % of_sequence
         else:
-            before = tl.cumsum(of_sequences, 0) <= place
-            sequence = tl.sum(before.to(tl.int32), 0)
-            inside_sequence = place - tl.sum(tl.where(before, of_sequences, 0), 0)
+            sequence, inside_sequence = sequence_of_block(
+                place, tasks // width, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+                window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
     else:
         sequence = program // tasks
         if ORDER > 0:
@@ -419,14 +421,14 @@ def merge_kernel(
         n_blocks = of_sequence * batches
         begin = of_sequence * batch
     else:
-        of_sequences = blocks_of_sequences(
-            batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+        of_all, before = blocks_of_sequences(
+            batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        sequence = tl.arange(0, TILE_B)
-        n_blocks = tl.sum(of_sequences, 0)
-        blocks = tl.sum(tl.where(sequence == batch, of_sequences, 0), 0) // tasks
-        begin = tl.sum(tl.where(sequence < batch, of_sequences, 0), 0)
+        n_blocks = of_all * tasks
+        begin = before * tasks
+        _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+        _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     begin += task // width * blocks
     share, longer = shares_of_line(n_blocks, n_shares, least)
     first_share = share_of_block(begin, share, longer)  # that has a part

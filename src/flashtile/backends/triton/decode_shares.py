@@ -8,7 +8,13 @@ the longest sequences come first.
 import triton
 import triton.language as tl
 
-LANES = tl.constexpr(32)  # of a warp
+
+@triton.constexpr_function
+def at_a_time(sequences):
+    """Of so many, a power of two: as many as a warp has lanes, so that each warp looks through all of them by itself,
+    and waits for no other; all, by all warps, where that would take long.
+    """
+    return min(sequences, 32) if sequences <= 256 else sequences
 
 
 @triton.jit
@@ -39,16 +45,92 @@ def key_blocks(
 
 
 @triton.jit
-def blocks_of_sequences(
-    batches, tasks, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+def blocks_from(
+    first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(TILE_B,) blocks of a line that belong to each sequence, which has so many `tasks` in it."""
-    sequence = tl.arange(0, TILE_B)
+    """(LANES,) key blocks of the sequences from `first` on, 0 behind the last."""
+    sequence = first + tl.arange(0, LANES)
     here = sequence < batches
     _, n_keys = span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
     _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-    return tl.where(here, blocks * tasks, 0)
+    return tl.where(here, blocks, 0)
+
+
+@triton.jit
+def blocks_of_sequences(
+    batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(key blocks of all sequences, those of the ones before `batch`)."""
+    LANES: tl.constexpr = at_a_time(TILE_B)
+    of_all = tl.zeros([LANES], tl.int32)
+    before = tl.zeros([LANES], tl.int32)
+    for first in tl.static_range(0, TILE_B, LANES):
+        blocks = blocks_from(
+            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        of_all += blocks
+        before += tl.where(first + tl.arange(0, LANES) < batch, blocks, 0)
+    return tl.sum(of_all, 0), tl.sum(before, 0)
+
+
+@triton.jit
+def sequence_of_block(
+    block, tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(whose a block of a line is, which of its it is), each sequence having so many `tasks` in the line."""
+    LANES: tl.constexpr = at_a_time(TILE_B)
+    sequences = tl.zeros([LANES], tl.int32)
+    passed = tl.zeros([LANES], tl.int32)
+    begin = 0
+    for first in tl.static_range(0, TILE_B, LANES):
+        blocks = tasks * blocks_from(
+            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        ended = begin + tl.cumsum(blocks, 0) <= block
+        sequences += ended
+        passed += tl.where(ended, blocks, 0)
+        begin += tl.sum(blocks, 0)
+    return tl.sum(sequences, 0), block - tl.sum(passed, 0)
+
+
+@triton.jit
+def longest_first(
+    rank, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """The rank-th sequence where those of more key blocks, of which none has more than 2 ** BITS, come first.
+
+    Bit by bit it finds the most blocks that more than `rank` sequences have, then the sequence among those of as many.
+    """
+    LANES: tl.constexpr = at_a_time(TILE_B)
+    blocks, longer = 1, 0  # so many sequences have more
+    for bit in tl.static_range(BITS):
+        more = blocks + (1 << BITS - 1 - bit)
+        having = tl.zeros([LANES], tl.int32)
+        for first in tl.static_range(0, TILE_B, LANES):
+            having += more <= blocks_from(
+                first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+                LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+        n_having = tl.sum(having, 0)
+        blocks = tl.where(n_having > rank, more, blocks)
+        longer = tl.where(n_having > rank, longer, n_having)
+    before = longer
+    found = tl.zeros([LANES], tl.int32)
+    for first in tl.static_range(0, TILE_B, LANES):
+        as_long = blocks == blocks_from(
+            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        place = before + tl.cumsum(as_long.to(tl.int32), 0) - 1
+        found += tl.where(as_long & (place == rank), first + tl.arange(0, LANES), 0)
+        before += tl.sum(as_long.to(tl.int32), 0)
+    return tl.sum(found, 0)
 
 
 @triton.jit
@@ -79,51 +161,3 @@ def share_of_block(block, share, longer):
     """Which share of a line has a block."""
     of_longer = longer * (share + 1)
     return block // (share + 1) if block < of_longer else longer + (block - of_longer) // share
-
-
-@triton.jit
-def blocks_of_lanes(
-    first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """(LANES,) key blocks of the sequences from `first` on, 0 behind the last."""
-    sequence = first + tl.arange(0, LANES)
-    here = sequence < batches
-    _, n_keys = span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-    _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-    return tl.where(here, blocks, 0)
-
-
-@triton.jit
-def longest_first(
-    rank, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """The rank-th sequence where those of more key blocks, of which none has more than 2 ** BITS, come first.
-
-    Bit by bit it finds the most blocks that more than `rank` sequences have, then the sequence among those of as many.
-    Each warp does so by itself, in vectors of its lanes: over all warps' threads it takes barriers, and a microsecond.
-    """
-    blocks, longer = 1, 0  # so many sequences have more
-    for bit in tl.static_range(BITS):
-        more = blocks + (1 << BITS - 1 - bit)
-        having = tl.zeros([LANES], tl.int32)
-        for first in tl.static_range(0, TILE_B, LANES):
-            having += more <= blocks_of_lanes(
-                first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-                TILE_N, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
-        n_having = tl.sum(having, 0)
-        blocks = tl.where(n_having > rank, more, blocks)
-        longer = tl.where(n_having > rank, longer, n_having)
-    before = longer
-    found = tl.zeros([LANES], tl.int32)
-    for first in tl.static_range(0, TILE_B, LANES):
-        as_long = blocks == blocks_of_lanes(
-            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-        place = before + tl.cumsum(as_long.to(tl.int32), 0) - 1
-        found += tl.where(as_long & (place == rank), first + tl.arange(0, LANES), 0)
-        before += tl.sum(as_long.to(tl.int32), 0)
-    return tl.sum(found, 0)
