@@ -60,10 +60,9 @@ def blocks_from(
 @triton.jit
 def blocks_of_sequences(
     batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(key blocks of all sequences, those of the ones before `batch`)."""
-    LANES: tl.constexpr = at_a_time(TILE_B)
+    """(key blocks of all sequences, those of the ones before `batch`), LANES at a time."""
     of_all = tl.zeros([LANES], tl.int32)
     before = tl.zeros([LANES], tl.int32)
     for first in tl.static_range(0, TILE_B, LANES):
@@ -79,10 +78,9 @@ def blocks_of_sequences(
 @triton.jit
 def sequence_of_block(
     block, tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(whose a block of a line is, which of its it is), each sequence having so many `tasks` in the line."""
-    LANES: tl.constexpr = at_a_time(TILE_B)
+    """(whose a block of a line is, which of its it is), each sequence having so many `tasks` in the line; the same."""
     sequences = tl.zeros([LANES], tl.int32)
     passed = tl.zeros([LANES], tl.int32)
     begin = 0
