@@ -213,10 +213,12 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   136 to 512 sequences of 1k -6 to +1.5 %, but 160 +4 and +5 %, of 2k -3 to -1 %, but 160 +4 %. A round less than
 #   three fifths full is slower: two at 18,32,8,2048 42.1 to 46.0 us; but of 1k keys or fewer, 256 and 264 tasks as half
 #   a round of four take 2 to 3.5 % less than as all of one of two, of 16 rows at D 64 6 %, of 32 rows there 12 and 18 %
-#   more (decode_few_without_lengths). In many rounds of 4k keys shares are 0 to 6 %
-#   faster. With lengths: one at 16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to 15.7, at 12 and 14 -12 and
-#   -15 %, ragged +5 and +7 %; two in many rounds 195.5 to 190.5 us at 200 of 1k, up to 1k -0.5 to -5 %; four at
-#   64,32,8,1024 66.3 to 64.1, but up to 1k 42.3 to 43.6, at 32 24.8 to 31.7.
+#   more (decode_few_without_lengths). In many rounds of 4k keys shares are 0 to 6 % faster. With lengths: one at
+#   16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to 15.7, at 12 and 14 -12 and -15 %, ragged +5 and +7 %.
+# - (2, 128), 16 rows, with lengths, the longest first, against shares (decode_longest_first): two 37.7 to 34.5 us at
+#   32,32,8,1024, 66.4 to 65.9 at 64 and, up to 1k, 42.8 to 36.1; three 97.1 to 95.1 at 96 and 57.2 to 52.3; four 127.2
+#   to 124.8 at 128 and 74.5 to 67.0. FULL: two 32.0 to 28.2 at 24, but up to 1k 19.7 to 20.9; 46.1 to 54.4 at 40 and
+#   28.6 to 27.1. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9.
 #   32 rows: two 49.0 to 35.9 us at 240,32,1,1024, 75.8 to 66.0 at 400, 138 to 119 at 800; with lengths 76.8 to 69.0 at
 #   400 and, up to 1k, 52.2 to 42.5, at 1600 sequences, among which each share looks for its own, 353 to 206.
 # - (2, 64) and (2, 256), blocks of as many bytes, against the tiles of before, one for all loads, without lengths
@@ -231,7 +233,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
 #   of 256, 164 to 180 in pages of 16, where 16 keys on one warp took 149: no row. Whole tasks of theirs take -3 to
-#   +18 % against shares (decode_whole_tasks).
+#   +18 % against shares (decode_whole_tasks) without lengths; with them, the longest first, two 25.1 to 21.5 us at
+#   32,32,8,1024, 38.5 to 41.0 at 64 and, up to 1k, 30.3 to 25.8, three 41.2 to 34.6 at 96 up to 1k, four 52.7 to 44.2
+#   at 128 (decode_longest_first).
 # - (2, 128), 16 and 32 rows: short lines are best with a program on each multiprocessor, which makes fewer parts: 13.1
 #   us to 14.6 at 1,32,1,32768, 10.3 to 10.7 at 1,32,1,16384.
 # - (2, 128), 16 rows, where each key of a block looks up its page: 32 keys, 2 warps, 3 stages, 4 programs take 247.1 us
