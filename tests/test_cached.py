@@ -239,19 +239,63 @@ def test_the_longest_sequences_come_first(batch):
         assert found.tolist() == blocks.argsort(descending=True, stable=True).tolist()
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("lanes", [32, 64], ids=["by each warp", "by all"])
+def test_a_block_of_a_line_is_its_sequence_s(lanes):
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+
+    from flashtile.backends.triton.decode_shares import blocks_of_sequences, sequence_of_block
+
+    @triton.jit
+    def kernel(
+        found_ptr, lengths_ptr, tasks, blocks_of_sequences: tl.constexpr, sequence_of_block: tl.constexpr,
+        LANES: tl.constexpr,
+    ):  # fmt: skip
+        block = tl.program_id(0)
+        sequence, inside = sequence_of_block(
+            block, tasks, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False
+        )
+        of_all, before = blocks_of_sequences(
+            sequence, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False
+        )
+        tl.store(found_ptr + 4 * block, sequence)
+        tl.store(found_ptr + 4 * block + 1, inside)
+        tl.store(found_ptr + 4 * block + 2, of_all)
+        tl.store(found_ptr + 4 * block + 3, before)
+
+    torch.manual_seed(0)
+    lengths, tasks = torch.randint(0, 129, (40,), dtype=INT), 2
+    blocks = (-(-lengths // 64)).clamp(min=1).tolist()
+    wanted = [
+        [sequence, inside, sum(blocks), sum(blocks[:sequence])]
+        for sequence, n in enumerate(blocks)
+        for inside in range(tasks * n)
+    ]
+    found = torch.full((len(wanted), 4), -1, dtype=INT)
+    kernel[(len(wanted),)](found, lengths, tasks, blocks_of_sequences, sequence_of_block, lanes)
+    assert found.tolist() == wanted
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])
 @pytest.mark.parametrize("stored", [BF16, FP8], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("batch", [32, 48, 70, 110], ids=["two", "three", "shares", "four"])
-def test_tasks_of_sequences_of_all_lengths(batch, stored):
+def test_tasks_of_sequences_of_all_lengths(batch, stored, page_size):
     """As many as run at once, with two programs on a multiprocessor, or three, or four, or that wait for others."""
     torch.manual_seed(0)
-    of_bf16, capacity = 1 + (stored == FP8), 256
-    lengths = torch.randint(0, of_bf16 * capacity + 1, (batch,), dtype=INT)
-    q = normal(batch, 1, 32, 128, dtype=BF16).cuda()
-    k, v = (normal(batch, of_bf16 * capacity, 8, 128, dtype=BF16).to(stored).cuda() for _ in "kv")
-    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths.cuda(), return_softmax_lse=True)
+    capacity = 512 if stored == FP8 else 256
+    lengths = torch.randint(0, capacity + 1, (batch,), dtype=INT)
+    q = normal(batch, 1, 32, 128, dtype=BF16)
+    k, v = stores = [normal(batch, capacity, 8, 128, dtype=BF16).to(stored).to(BF16) for _ in "kv"]
+    settings = {"cache_seqlens": lengths.cuda(), "return_softmax_lse": True}
+    if page_size:
+        table = torch.randperm(batch * capacity // page_size)
+        stores = [x.view(-1, page_size, 8, 128)[table.argsort()] for x in (k, v)]
+        settings["block_table"] = table.view(batch, -1).to(INT).cuda()
+    out, lse = flash_attn_with_kvcache(q.cuda(), *(x.to(stored).cuda() for x in stores), **settings)
     for b, n in enumerate(lengths.tolist()):
-        wanted, wanted_lse = attention(*(x[b].cpu().double() for x in (q, k[:, :n], v[:, :n])))
+        wanted, wanted_lse = attention(*(x[b].double() for x in (q, k[:, :n], v[:, :n])))
         torch.testing.assert_close(out[b].cpu().double(), wanted, rtol=0, atol=2e-2 * max(wanted.abs().max(), 1))
         torch.testing.assert_close(lse[b].cpu().double(), wanted_lse, rtol=0, atol=1e-2)
 
