@@ -176,7 +176,7 @@ def test_decode_programs_of_several_blocks_that_start_early_lie_evenly(batch, he
     """No multiprocessor has more of them than its tiles say, which all have room for."""
     call = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
     decode = cached_calls(call, arch)[1]
-    assert decode.programs == programs
+    assert decode.most_at_once == programs
     usage, _ = compile_call(decode, arch)
     threads = 32 * decode.options["num_warps"]
     assert programs * threads * -(-usage.registers // 8) * 8 <= 1 << 16

@@ -245,20 +245,18 @@ def test_a_block_of_a_line_is_its_sequence_s(lanes):
     triton = pytest.importorskip("triton")
     import triton.language as tl
 
-    from flashtile.backends.triton.decode_shares import blocks_of_sequences, sequence_of_block
+    from flashtile.backends.triton.decode_shares import blocks_before, sequence_of_block
 
     @triton.jit
     def kernel(
-        found_ptr, lengths_ptr, tasks, blocks_of_sequences: tl.constexpr, sequence_of_block: tl.constexpr,
-        LANES: tl.constexpr,
-    ):  # fmt: skip
+        found_ptr, lengths_ptr, tasks, blocks_before: tl.constexpr, sequence_of_block: tl.constexpr, LANES: tl.constexpr
+    ):
         block = tl.program_id(0)
         sequence, inside = sequence_of_block(
             block, tasks, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False
         )
-        of_all, before = blocks_of_sequences(
-            sequence, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False
-        )
+        of_all = blocks_before(40, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False)
+        before = blocks_before(sequence, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False)
         tl.store(found_ptr + 4 * block, sequence)
         tl.store(found_ptr + 4 * block + 1, inside)
         tl.store(found_ptr + 4 * block + 2, of_all)
@@ -273,7 +271,7 @@ def test_a_block_of_a_line_is_its_sequence_s(lanes):
         for inside in range(tasks * n)
     ]
     found = torch.full((len(wanted), 4), -1, dtype=INT)
-    kernel[(len(wanted),)](found, lengths, tasks, blocks_of_sequences, sequence_of_block, lanes)
+    kernel[(len(wanted),)](found, lengths, tasks, blocks_before, sequence_of_block, lanes)
     assert found.tolist() == wanted
 
 

@@ -218,7 +218,7 @@ def test_a_launch_may_wait_for_all_of_its_programs_or_for_those_of_the_one_befor
 
 @pytest.mark.parametrize(
     ("of_the_kernel", "asked", "of_the_launch"),
-    [(1000, {"programs": 1}, 1001), (1001, {"programs": 1}, 1001), (500, {"programs": 3}, 501),
+    [(1000, {"most_at_once": 1}, 1001), (1001, {"most_at_once": 1}, 1001), (500, {"most_at_once": 3}, 501),
      (1000, {"shared": 1500}, 1500), (1000, {"shared": 500}, 1000)],
     ids=["alone", "alone in any case", "of three", "so much at least", "more than that"],
 )  # fmt: skip

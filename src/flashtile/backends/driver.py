@@ -83,7 +83,7 @@ def _plain_launch(
     driver: ctypes.CDLL, kernel: Any, call: KernelCall, device_index: int, moved: Moved
 ) -> _Launch | None:
     """None of a kernel that `_loaded` has none of, or that has other parameters than are known here."""
-    loaded = _loaded(kernel, driver, device_index, call.programs)
+    loaded = _loaded(kernel, driver, device_index, call.most_at_once)
     if loaded is None:
         return None
     function, shared = loaded
@@ -111,7 +111,7 @@ def _is_plain(metadata: Any) -> bool:
 
 
 @functools.cache
-def _loaded(compiled: Any, driver: ctypes.CDLL, device_index: int, programs: int) -> tuple[int, int] | None:
+def _loaded(compiled: Any, driver: ctypes.CDLL, device_index: int, most_at_once: int) -> tuple[int, int] | None:
     """The function of a kernel, and the bytes of shared memory to launch it with; Triton would load it by what a C
     compiler makes first. None of a kernel whose launch is not plain, or that wants more shared memory than there is:
     Triton says so.
@@ -123,8 +123,8 @@ def _loaded(compiled: Any, driver: ctypes.CDLL, device_index: int, programs: int
     driver.cuDeviceGetAttribute(ctypes.byref(most), _MOST_SHARED_BYTES, device)
     if shared > most.value:
         return None
-    if programs:
-        shared = max(shared, most.value // (programs + 1) + 1)
+    if most_at_once:
+        shared = max(shared, most.value // (most_at_once + 1) + 1)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     status = driver.cuModuleLoadData(ctypes.byref(module), compiled.kernel)
     if status == _NO_CONTEXT:

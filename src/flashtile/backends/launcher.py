@@ -138,7 +138,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 class KernelCall(NamedTuple):
     """A launch of a Triton kernel: how many programs, all arguments, Triton's options.
 
-    moves: of each of the first arguments, which one of those that a run is called with takes its place. programs,
+    moves: of each of the first arguments, which one of those that a run is called with takes its place. most_at_once,
     shared: each program has so much shared memory that no more than so many fit on a multiprocessor (0: as many as
     there is place for), or so many bytes at least, up to the 48 KiB that every kernel may ask for; if the launch goes
     straight through the driver.
@@ -149,7 +149,7 @@ class KernelCall(NamedTuple):
     arguments: tuple
     moves: Sequence[int]
     options: dict[str, Any]
-    programs: int = 0
+    most_at_once: int = 0
     shared: int = 0
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from .decode_shares import (
     at_a_time,
     begin_of_share,
-    blocks_of_sequences,
+    blocks_before,
     key_blocks,
     longest_first,
     sequence_of_block,
@@ -230,11 +230,10 @@ def decode_kernel(
         else:
             # in pages, each warp by itself takes 20 registers more, and 3 % longer (decode_search_by_warp)
             LANES: tl.constexpr = at_a_time(TILE_B) if PAGE_SIZE == 0 else TILE_B
-            of_all, _of_none = blocks_of_sequences(
-                0, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            n_blocks = tasks // width * blocks_before(
+                batches, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
                 TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
-            n_blocks = of_all * (tasks // width)
         share, longer = shares_of_line(n_blocks, n_shares, least)
         position = begin_of_share(rank, share, longer)
         stop = tl.minimum(begin_of_share(rank + 1, share, longer), n_blocks)
@@ -424,12 +423,15 @@ def merge_kernel(
         n_blocks = of_sequence * batches
         begin = of_sequence * batch
     else:
-        of_all, before = blocks_of_sequences(
-            batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            TILE_B, at_a_time(TILE_B), TILE_N, HAS_LEFT, HAS_RIGHT,
+        LANES: tl.constexpr = at_a_time(TILE_B)
+        n_blocks = tasks * blocks_before(
+            batches, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        n_blocks = of_all * tasks
-        begin = before * tasks
+        begin = tasks * blocks_before(
+            batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
         _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
         _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     begin += task // width * blocks

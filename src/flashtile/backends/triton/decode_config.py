@@ -146,8 +146,10 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
         return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] else None
     if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
         return "three"
-    rounds = {load: -(-tasks // most_of[load]) for load in (("two", "three", "four") if narrow else ("two",))}
-    full = {load: tasks / (n * most_of[load]) for load, n in rounds.items() if n > 1 or load != "four"}
+    loads = ["two", "three", "four"] if narrow else ["two"]
+    if tasks <= most_of["four"]:
+        loads = loads[:2]  # of half the bytes in flight: alone, at the end of their only round, four leave some unused
+    full = {load: tasks / (-(-tasks // most_of[load]) * most_of[load]) for load in loads}
     load = max(full, key=lambda load: (full[load], most_of[load]))
     return load if full[load] >= FULL else None
 

@@ -73,8 +73,8 @@ class DecodeSpec(NamedTuple):
         return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
 
     @property
-    def programs_beside(self) -> int:
-        """How many programs at most a multiprocessor has, itself one of them; 0: as many as find place.
+    def most_at_once(self) -> int:
+        """Programs of `decode_kernel` that a multiprocessor has at most; 0: as many as find place.
 
         Programs that start early find places where others have ended: more in one than in another, and then all take
         as long as those, one alone 14.4 us for 11.8 at 1,32,1,32768. Of one block each, they gain more by starting.
@@ -184,7 +184,7 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     )  # fmt: skip
     options = spec.tiles.options | spec.launch_options
     call = call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options)
-    return call._replace(programs=spec.programs_beside)
+    return call._replace(most_at_once=spec.most_at_once)
 
 
 def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:

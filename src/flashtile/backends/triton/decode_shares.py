@@ -8,13 +8,15 @@ the longest sequences come first.
 import triton
 import triton.language as tl
 
+from .decode_config import MANY_SEQUENCES
+
 
 @triton.constexpr_function
 def at_a_time(sequences):
     """Of so many, a power of two: as many as a warp has lanes, so that each warp looks through all of them by itself,
     and waits for no other; all, by all warps, where that would take long.
     """
-    return min(sequences, 32) if sequences <= 256 else sequences
+    return min(sequences, 32) if sequences <= MANY_SEQUENCES else sequences
 
 
 @triton.jit
@@ -58,21 +60,19 @@ def blocks_from(
 
 
 @triton.jit
-def blocks_of_sequences(
+def blocks_before(
     batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
     TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(key blocks of all sequences, those of the ones before `batch`), LANES at a time."""
-    of_all = tl.zeros([LANES], tl.int32)
+    """Key blocks of the sequences before `batch`, LANES at a time."""
     before = tl.zeros([LANES], tl.int32)
     for first in tl.static_range(0, TILE_B, LANES):
         blocks = blocks_from(
             first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        of_all += blocks
         before += tl.where(first + tl.arange(0, LANES) < batch, blocks, 0)
-    return tl.sum(of_all, 0), tl.sum(before, 0)
+    return tl.sum(before, 0)
 
 
 @triton.jit
