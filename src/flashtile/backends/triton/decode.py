@@ -196,10 +196,11 @@ def decode_kernel(
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
     NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
-    SHARED: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr,
+    SUMS: tl.constexpr, SHARED: tl.constexpr, LINE_EACH: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """An equal share of a line of key blocks, of those of `width` lines: grid (programs,); without SHARED one task:
     grid (B * Hk * blocks of rows,). ORDER: bits of how many blocks a sequence may have, if they are to be in order.
+    LINE_EACH: there are as many lines as a sequence has tasks. SUMS: of a row, as `softmax_step` keeps them.
 
     `places` are pages, or rows of the cache, or None: sequence b has row b. stride_vs is None where it is stride_ks:
     the offsets of a tile's keys then take registers once. Of parts, acc is (2 * programs, TILE_M, DV), and sums, m and
@@ -208,16 +209,18 @@ def decode_kernel(
     There is one loop, over the blocks of a share whatever their tasks: the first blocks of a task are in flight while
     the last of the task before are computed. That the compiler can pipeline it so rests on three things. All of where a
     block lies is carried from the step before (sequence, head_k, m_block, first, n_keys, n_block, ends, page) and moves
-    on in an `if` apart from those that store a task and load q, which are behind products. No value is carried for two
-    steps: hence goes_on, not the `ends` of the step before. And the first q is loaded before the loop: were it zeros
-    there, a task's q would lie in registers as a product takes it, and they are few. Without SHARED no task follows;
-    what loads its q keeps the first one's from being awaited before the first blocks are asked for.
+    on, but behind the last, in an `if` apart from those that store a task and load q, which are behind products. No
+    value is carried for two steps: hence goes_on, not the `ends` of the step before. And the first q is loaded before
+    the loop: were it zeros there, a task's q would lie in registers as a product takes it, and they are few. Without
+    SHARED no task follows; what loads its q keeps the first one's from being awaited before the first blocks are asked
+    for.
     """
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks
     program = tl.program_id(0)
     n_shares = tl.num_programs(0) // width  # of a line
     line, rank = program % width, program // width
+    of_line = 1 if LINE_EACH else tasks // width  # tasks of a sequence
     alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
     if EARLY and not alike:
         await_kernel_before(n_shares)
@@ -225,12 +228,12 @@ def decode_kernel(
     if SHARED:
         if alike:
             n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-            of_sequence = blocks * (tasks // width)
+            of_sequence = blocks * of_line
             n_blocks = of_sequence * batches
         else:
             # in pages, each warp by itself takes 20 registers more, and 3 % longer (decode_search_by_warp)
             LANES: tl.constexpr = at_a_time(TILE_B) if PAGE_SIZE == 0 else TILE_B
-            n_blocks = tasks // width * blocks_before(
+            n_blocks = of_line * blocks_before(
                 batches, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
                 TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
@@ -243,7 +246,7 @@ def decode_kernel(
             inside_sequence = place % of_sequence
         else:
             sequence, inside_sequence = sequence_of_block(
-                place, tasks // width, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+                place, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
                 window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
     else:
@@ -258,7 +261,7 @@ def decode_kernel(
     if SHARED:
         task = line
         begin = inside_sequence
-        if tasks > width:
+        if not LINE_EACH:
             task += inside_sequence // blocks * width
             begin = inside_sequence % blocks
     else:
@@ -284,7 +287,7 @@ def decode_kernel(
     if PAIRS:  # even dims are in q, k, v, acc
         acc_odd = acc
     m = tl.full([TILE_M], float("-inf"), tl.float32)
-    l = tl.zeros([TILE_M], tl.float32)
+    l = tl.zeros([TILE_M, SUMS], tl.float32)
     goes_on = True  # the task of the block before; a task begins where it does not
     ends = n_block + 1 == n_end
     for at in range(position, stop):
@@ -339,7 +342,7 @@ def decode_kernel(
         if ends | (at + 1 == stop):
             acc_end = tl.interleave(acc, acc_odd) if PAIRS else acc
             m_end = m if EXACT and slopes_ptr is None else m * (s_unit * LN2)
-            l_end = l
+            l_end = tl.sum(l, 1)
             if v_descale_ptr is not None:
                 acc_end *= tl.load(v_descale_ptr + sequence * stride_v_descale + head_k)
             if sinks_ptr is not None:
@@ -368,12 +371,12 @@ def decode_kernel(
 
         n_block += 1
         goes_on = not ends
-        if SHARED and ends:
+        if SHARED and (ends & (at + 1 < stop)):
             begin = 0
             task += width
-            if task >= tasks:
+            if LINE_EACH or task >= tasks:
                 task -= tasks
-                sequence = tl.minimum(sequence + 1, batches - 1)  # behind the line the last again, not used
+                sequence = tl.minimum(sequence + 1, batches - 1)
             head_k, m_block = head_of_task(task, m_blocks)
             first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
             n_block, blocks = key_blocks(
@@ -394,7 +397,7 @@ def merge_kernel(
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, width, least, window_left, window_right,
     DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EARLY: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """DIMS of out, and lse, of one row, where its task was split, from PARTS of its parts at a time: grid
     (B * Hq * Sq * blocks of DIMS,).
@@ -415,26 +418,29 @@ def merge_kernel(
     batch = place // seqlen_q // (heads_k * group)
     row = query * group + head % group
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
-    tasks = heads_k * m_blocks // width  # in a line
+    of_line = 1 if LINE_EACH else heads_k * m_blocks // width  # tasks of a sequence
     task = head // group * m_blocks + row // TILE_M
     if seqlens_ptr is None and leftpad_ptr is None:
         _, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-        of_sequence = blocks * tasks
+        of_sequence = blocks * of_line
         n_blocks = of_sequence * batches
         begin = of_sequence * batch
     else:
         LANES: tl.constexpr = at_a_time(TILE_B)
-        n_blocks = tasks * blocks_before(
+        n_blocks = of_line * blocks_before(
             batches, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        begin = tasks * blocks_before(
+        begin = of_line * blocks_before(
             batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
         _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-    begin += task // width * blocks
+    line = task
+    if not LINE_EACH:
+        line = task % width
+        begin += task // width * blocks
     share, longer = shares_of_line(n_blocks, n_shares, least)
     first_share = share_of_block(begin, share, longer)  # that has a part
     n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
@@ -443,7 +449,7 @@ def merge_kernel(
             tl.extra.cuda.gdc_wait()
         return
     row %= TILE_M
-    first_slot = 2 * (task % width * n_shares + first_share)
+    first_slot = 2 * (line * n_shares + first_share)
     acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
     sums_ptr = sums_parts_ptr + 2 * (row.to(tl.int64) * (2 * n_shares * width) + first_slot)
     out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV

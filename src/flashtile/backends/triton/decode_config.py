@@ -279,7 +279,7 @@ SM_90 = _table({
     (2, 256): _by_load(32, ("scattered", "even"), ("three", "eight"),
                        **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
-    (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 2, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
+    (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 3, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
     (4, 256): DecodeTiles(16, 8, 4, 1, 16),
 })  # fmt: skip
 

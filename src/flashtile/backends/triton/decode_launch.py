@@ -19,6 +19,7 @@ from .decode import decode_kernel, merge_kernel
 from .decode_config import (
     MANY_SEQUENCES,
     MOST_KEYS,
+    ROWS,
     DecodeTiles,
     choose,
     enough,
@@ -73,14 +74,35 @@ class DecodeSpec(NamedTuple):
         return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
 
     @property
+    def one_block_each(self) -> bool:
+        """Whether no program has more than one block of keys."""
+        return self.tasks * -(-self.attention.seqlen_k // self.tiles.tile_n) <= (self.programs or self.tasks)
+
+    @property
+    def sums(self) -> int:
+        """Those that `softmax_step` keeps of a row: of the eight columns of a product that each warp has side by side.
+
+        Of one block alone they are added up at once; of more rows than 16, for which there are no registers, at each.
+        """
+        at_once = self.one_block_each or tile_m(self.attention) > ROWS[0]
+        return 1 if at_once else min(8 * self.tiles.num_warps, self.tiles.tile_n)
+
+    @property
+    def line_each(self) -> bool:
+        """Whether kernels are told that each task of a sequence has a line of its own.
+
+        Without lengths that brings nothing, but 6 % more at 1,32,1,1024, where more instructions stand behind the wait.
+        """
+        return self.width == tasks_of_sequence(self.attention) and not self.alike
+
+    @property
     def most_at_once(self) -> int:
         """Programs of `decode_kernel` that a multiprocessor has at most; 0: as many as find place.
 
         Programs that start early find places where others have ended: more in one than in another, and then all take
         as long as those, one alone 14.4 us for 11.8 at 1,32,1,32768. Of one block each, they gain more by starting.
         """
-        blocks = self.tasks * -(-self.attention.seqlen_k // self.tiles.tile_n)
-        return self.tiles.programs if self.early and blocks > (self.programs or self.tasks) else 0
+        return self.tiles.programs if self.early and not self.one_block_each else 0
 
     @property
     def order(self) -> int:
@@ -180,7 +202,8 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
         triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
         of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
-        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.programs > 0, spec.order, spec.early,
+        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums, spec.programs > 0, spec.line_each, spec.order,
+        spec.early,
     )  # fmt: skip
     options = spec.tiles.options | spec.launch_options
     call = call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options)
@@ -195,7 +218,7 @@ def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     scalars = (
         spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width,
         spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims, triton.next_power_of_2(of.batch),
-        tile_m(of), spec.tiles.tile_n, of.window_left >= 0, of.window_right >= 0, spec.early,
+        tile_m(of), spec.tiles.tile_n, of.window_left >= 0, of.window_right >= 0, spec.line_each, spec.early,
     )  # fmt: skip
     grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
     options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options

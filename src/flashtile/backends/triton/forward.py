@@ -14,6 +14,8 @@ from .config import Tiles
 from .launch import FLOAT32_TINY, NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
 from .tile import LN2, load_tile, part_of, place, softmax_step, store_tile, tanh, visible, visible_blocks
 
+SUMS = tl.constexpr(8)  # of a row of P: of every eight columns a thread has two
+
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def forward_kernel(
@@ -45,7 +47,7 @@ def forward_kernel(
         q = -q
     acc = tl.zeros([TILE_M, TILE_DV], tl.float32)  # line 5
     m = tl.full([TILE_M], float("-inf"), tl.float32)
-    l = tl.zeros([TILE_M], tl.float32)
+    l = tl.zeros([TILE_M, SUMS], tl.float32)
 
     first, full_first, full_end, end = visible_blocks(
         m_block, seqlen_q, seqlen_k, window_left, window_right, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, EDGE=True
@@ -68,6 +70,7 @@ def forward_kernel(
             v = load_tile(v_ptr, stride_vs, col, seqlen_k, DV, TILE_N, TILE_DV, EDGE=part != 2)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # line 10
 
+    l = tl.sum(l, 1)
     empty = l == 0  # rows that see no key
     out = acc / tl.where(empty, 1.0, l)[:, None]  # line 12
     lse = m + tl.log2(l) * LN2 if EXACT else (m * unit + tl.log2(l)) * LN2  # line 13

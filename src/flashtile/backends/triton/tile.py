@@ -158,14 +158,16 @@ def exp_of_scores(s, shift, unit, EXACT: tl.constexpr):
 def softmax_step(s, unit, m, l, EXACT: tl.constexpr):
     """One step of the online softmax (Algorithm 1, line 9), for scores s * unit in base 2, unit > 0.
 
-    Takes and returns the running maximum m of s and the running sum l; returns P and the factor for what was
-    summed so far.
+    Takes and returns the running maximum m of s, (ROWS,), and the running sums l, (ROWS, SUMS), each of every SUMS-th P
+    of a row: where those are what a thread has, threads add theirs up once, at the end, not at each block. Returns P
+    and the factor for what was summed so far, too.
     """
+    SUMS: tl.constexpr = l.shape[1]
     m_new = tl.maximum(m, tl.max(s, 1))
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
     p = exp_of_scores(s, (shift if EXACT else shift * unit)[:, None], unit, EXACT)
     alpha = tl.exp2((m - shift) * unit)
-    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+    return p, alpha, m_new, l * alpha[:, None] + tl.sum(p.reshape(p.shape[0], p.shape[1] // SUMS, SUMS), 1)
 
 
 @triton.jit
