@@ -498,3 +498,27 @@ def test_the_hopper_kernel_compiles_without_each_choice_that_the_ablation_switch
 
 def test_the_tables_are_the_architectures_tested_here():
     assert sorted(config.TABLES) == sorted(decode_config.TABLES) == sorted([*ARCHITECTURES, "interpreter"])
+
+
+@pytest.mark.parametrize(
+    ("heads_q", "heads_k", "lengths", "told"),
+    [(32, 8, True, True), (32, 8, False, True), (32, 1, True, True), (32, 1, False, False), (100, 100, True, False)],
+    ids=["8 heads", "without lengths", "32 rows", "32 rows without lengths", "too many heads"],
+)
+def test_kernels_are_told_where_each_task_of_a_sequence_has_a_line(heads_q, heads_k, lengths, told):
+    call = cached_call(spec((1, 8192), (heads_q, heads_k), (128, 128), BF16), BF16, page_size=0)
+    if not lengths:
+        call = call._replace(given=call.given._replace(cache_seqlens=None))
+    decode = decode_launch.decode_spec(call, 0, "sm_90", 132)
+    assert decode.line_each == told
+    assert decode.width == (heads_k if heads_k < 100 else 25)
+
+
+@pytest.mark.parametrize(
+    ("heads_k", "capacity", "sums"), [(8, 8192, 32), (8, 512, 1), (1, 65536, 1)], ids=["blocks", "a block", "32 rows"]
+)
+def test_threads_keep_their_own_sums_where_programs_have_blocks_and_registers(heads_k, capacity, sums):
+    call = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16), BF16, page_size=0)
+    decode = decode_launch.decode_spec(call, 0, "sm_90", 132)
+    assert decode.sums == sums
+    assert sums in (1, 8 * decode.tiles.num_warps)
