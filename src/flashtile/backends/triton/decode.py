@@ -376,7 +376,7 @@ def decode_kernel(
             task += width
             if LINE_EACH or task >= tasks:
                 task -= tasks
-                sequence = tl.minimum(sequence + 1, batches - 1)
+                sequence = tl.minimum(sequence + 1, batches - 1)  # there is one; so written, 32 rows do not spill
             head_k, m_block = head_of_task(task, m_blocks)
             first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
             n_block, blocks = key_blocks(
