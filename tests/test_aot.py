@@ -148,9 +148,10 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 
 @pytest.mark.parametrize(
     ("load", "batch", "capacity", "programs"),
-    [("one", 10, 3072, 0), ("one", 16, 1024, 0), ("few", 16, 4096, 0), ("many", 18, 512, 264), ("few", 18, 1024, 128),
-     ("two", 24, 1024, 0), ("four", 32, 1024, 0), ("two", 32, 2048, 0), ("few", 36, 1024, 128), ("four", 64, 3072, 0),
-     ("few", 64, 4096, 128), ("eight", 96, 1024, 0), ("three", 200, 3072, 0)],
+    [("few", 8, 1024, 128), ("one", 9, 1024, 0), ("few", 9, 3072, 128), ("one", 10, 3072, 0), ("one", 16, 1024, 0),
+     ("few", 16, 4096, 0), ("two", 18, 1024, 0), ("few", 18, 2048, 128), ("two", 24, 1024, 0), ("four", 32, 1024, 0),
+     ("two", 32, 2048, 0), ("four", 36, 1024, 0), ("few", 36, 2048, 128), ("four", 64, 3072, 0), ("few", 64, 4096, 128),
+     ("eight", 72, 1024, 0), ("eight", 96, 1024, 0), ("three", 200, 3072, 0)],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
 def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, capacity, programs):
@@ -185,8 +186,8 @@ def test_decode_programs_of_several_blocks_that_start_early_lie_evenly(batch, he
 
 @pytest.mark.parametrize(
     ("batch", "load"),
-    [(9, None), (10, "one"), (16, "one"), (24, None), (32, "two"), (35, None), (48, "three"), (56, "two"), (64, "two"),
-     (72, None), (80, "three"), (96, "three"), (112, "four"), (128, "four"), (200, "three")],
+    [(9, None), (10, "one"), (16, "one"), (20, None), (24, "two"), (32, "two"), (35, "three"), (48, "three"),
+     (56, "two"), (64, "two"), (72, "three"), (96, "three"), (112, "four"), (128, "four"), (200, "three")],
 )  # fmt: skip
 def test_tasks_in_order_of_length_have_a_program_each_where_their_last_round_would_be_full(batch, load):
     call = cached_call(spec((1, 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
@@ -270,6 +271,18 @@ def test_the_merge_starts_early_and_then_waits_for_memory_once(arch, heads_k):
         waits = [i for i, text in enumerate(code) if "ACQBULK" in text]  # of the first program, if it is to end; of all
         assert ends < waits[0]
         assert max(divisions) < waits[-1] < of_parts[0]
+
+
+@pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
+def test_programs_of_a_whole_task_let_the_next_kernel_start_when_they_are_done_with_their_keys(length):
+    """Earlier, its programs would take the places of those that end first, two or more in one multiprocessor."""
+    call = cached_call(spec((1, 1024), (32, 8), (128, 128), BF16, batch=16), BF16, page_size=0)
+    call = call._replace(given=call.given._replace(cache_seqlens=length))
+    _, (_, decoding) = compile_cached(call, "sm_90")
+    code = [text for _, text in machine_code(decoding)]
+    marks = "ACQBULK", "HMMA", "PREEXIT", "STG"  # waits, multiplies, lets others start, stores
+    found = [max(i for i, text in enumerate(code) if mark in text) for mark in marks]
+    assert found == sorted(found)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -224,7 +224,8 @@ def decode_kernel(
     alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
     if EARLY and not alike:
         await_kernel_before(n_shares)
-        tl.extra.cuda.gdc_launch_dependents()  # once all programs run; the merge takes no place from them
+        if SHARED:
+            tl.extra.cuda.gdc_launch_dependents()  # once all programs run; the merge takes no place from them
     if SHARED:
         if alike:
             n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
@@ -274,7 +275,8 @@ def decode_kernel(
     n_end = n_first + blocks
     if EARLY and alike:
         await_kernel_before(n_end)
-        tl.extra.cuda.gdc_launch_dependents()
+        if SHARED:
+            tl.extra.cuda.gdc_launch_dependents()
     page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
     stride_vs = stride_ks if stride_vs is None else stride_vs
     q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
@@ -340,6 +342,8 @@ def decode_kernel(
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
 
         if ends | (at + 1 == stop):
+            if EARLY and not SHARED:  # not before: the next kernel's programs would crowd where the first of these end
+                tl.extra.cuda.gdc_launch_dependents()
             acc_end = tl.interleave(acc, acc_odd) if PAIRS else acc
             m_end = m if EXACT and slopes_ptr is None else m * (s_unit * LN2)
             l_end = tl.sum(l, 1)

@@ -82,10 +82,11 @@ class DecodeSpec(NamedTuple):
     def sums(self) -> int:
         """Those that `softmax_step` keeps of a row: of the eight columns of a product that each warp has side by side.
 
-        Of one block alone they are added up at once; of more rows than 16, for which there are no registers, at each.
+        Of one block alone they are added up at once; where there are no registers for them, at each block.
         """
-        at_once = self.one_block_each or tile_m(self.attention) > ROWS[0]
-        return 1 if at_once else min(8 * self.tiles.num_warps, self.tiles.tile_n)
+        rows = tile_m(self.attention)
+        room = rows == ROWS[0] or (rows == ROWS[1] and self.tiles.programs == 1)
+        return min(8 * self.tiles.num_warps, self.tiles.tile_n) if room and not self.one_block_each else 1
 
     @property
     def line_each(self) -> bool:
