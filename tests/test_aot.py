@@ -149,7 +149,7 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 @pytest.mark.parametrize(
     ("load", "batch", "capacity", "programs"),
     [("few", 8, 1024, 128), ("one", 9, 1024, 0), ("few", 9, 3072, 128), ("one", 10, 3072, 0), ("one", 16, 1024, 0),
-     ("few", 16, 4096, 0), ("two", 18, 1024, 0), ("few", 18, 2048, 128), ("two", 24, 1024, 0), ("four", 32, 1024, 0),
+     ("few", 16, 4096, 0), ("two", 18, 1024, 0), ("few", 18, 2048, 128), ("two", 24, 1024, 0), ("two", 32, 1024, 0),
      ("two", 32, 2048, 0), ("four", 36, 1024, 0), ("few", 36, 2048, 128), ("four", 64, 3072, 0), ("few", 64, 4096, 128),
      ("eight", 72, 1024, 0), ("eight", 96, 1024, 0), ("three", 200, 3072, 0)],
 )  # fmt: skip

@@ -78,7 +78,7 @@ SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
 PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
 UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
-HALF_A_ROUND, MOST_OF_A_ROUND, FULL, ALL_OF_A_ROUND = 0.51, 0.6, 0.65, 0.95
+HALF_A_ROUND, MOST_OF_A_ROUND, FULL = 0.51, 0.6, 0.65
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
@@ -114,9 +114,8 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     """The load in which programs have a task each, by how many of them a multiprocessor has, if that is better than
     equal shares, as nothing is merged and no sequence looked for. None if not.
 
-    Where sequences are alike that is if they run in one round, most of it used, or in so many that their ends do not
-    count, in 16 bits. Of short tasks of 16 rows, but at D 256, half a round will do: those that fill a round of two are
-    read faster as half of one of four.
+    Where sequences are alike that is if they run in one round, most of it used, or half if they are short and of 16
+    rows, but at D 256, or in so many rounds that their ends do not count; in 16 bits.
     """
     tasks, size = tasks_of(call.spec), bytes_of_a_task(call)
     if size >= LONG or (call.cache.alike and call.cache.k.dtype.itemsize == 1):
@@ -125,12 +124,10 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     narrow = tile_m(call.spec) == ROWS[0] and padded_dim(call.spec) <= 128
     if not call.cache.alike:
         return tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
-    short = narrow and size <= UNEVEN
-    least = HALF_A_ROUND if short else MOST_OF_A_ROUND
+    least = HALF_A_ROUND if narrow and size <= UNEVEN else MOST_OF_A_ROUND
     for load in ("one", "two", "four", "eight"):
         if least * most_of[load] <= tasks <= most_of[load]:
-            by_halves = load == "two" and short and tasks >= ALL_OF_A_ROUND * most_of[load]
-            return "four" if by_halves else load
+            return load
     return "three" if tasks > most_of["eight"] else None
 
 
