@@ -211,15 +211,16 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   at 12,32,8,1024, 30.3 to 28.2 at 12,32,8,2048, 19.4 to 19.1 at 16,32,8,1024 by 8 warps for 4; two 30.3 to 27.4 at
 #   24,32,8,1024; four 53.1 to 49.3 at 48,32,8,1024, 62.4 to 58.0 at 56; eight, of one warp, which meets none, 124.9 to
 #   123.0 at 128,32,8,1024, 95.2 to 94.1 at 96, 114.9 to 108.6 at 112, 182.9 to 181.6 at 96,32,8,2048. In rounds of two,
-#   136 to 512 sequences of 1k -6 to +1.5 %, but 160 +4 and +5 %, of 2k -3 to -1 %, but 160 +4 %. A round less than
-#   three fifths full is slower: two at 18,32,8,2048 42.1 to 46.0 us; but of 1k keys or fewer, 256 and 264 tasks as half
-#   a round of four take 2 to 3.5 % less than as all of one of two, of 16 rows at D 64 6 %, of 32 rows there 12 and 18 %
-#   more (decode_few_without_lengths). In many rounds of 4k keys shares are 0 to 6 % faster. With lengths: one at
-#   16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to 15.7, at 12 and 14 -12 and -15 %, ragged +5 and +7 %.
+#   136 to 512 sequences of 1k -6 to +1.5 %, but 160 +4 and +5 %, of 2k -3 to -1 %, but 160 +4 %. In many rounds of 4k
+#   keys shares are 0 to 6 % faster. With lengths: one at 16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to
+#   15.7, at 12 and 14 -12 and -15 %, ragged +5 and +7 %. HALF_A_ROUND (decode_rounds_partly_full): one 14.7 to 14.0 at
+#   9,32,8,1024, four 41.2 to 39.3 at 36, eight 76.7 to 75.5 at 72; at D 64 one 10.5 to 8.4 at 9, two 14.8 to 13.6 at
+#   18; but of 2k keys one 23.3 to 24.5 at 9, two 38.5 to 41.2 at 17, and of 32 rows two 29.0 to 31.0 at 144,32,1,1024.
 # - (2, 128), 16 rows, with lengths, the longest first, against shares (decode_longest_first): two 37.7 to 34.5 us at
 #   32,32,8,1024, 66.4 to 65.9 at 64 and, up to 1k, 42.8 to 36.1; three 97.1 to 95.1 at 96 and 57.2 to 52.3; four 127.2
-#   to 124.8 at 128 and 74.5 to 67.0. FULL: two 32.0 to 28.2 at 24, but up to 1k 19.7 to 20.9; 46.1 to 54.4 at 40 and
-#   28.6 to 27.1. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9.
+#   to 124.8 at 128 and 74.5 to 67.0. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9. FULL
+#   (decode_rounds_partly_full): two 31.1 to 27.9 at 24 and 19.4 to 19.5 up to 1k, but 26.6 to 25.0 at 20 and 17.4 to
+#   18.1; three 78.8 to 75.2 at 72 and 46.4 to 42.5.
 #   32 rows: two 49.0 to 35.9 us at 240,32,1,1024, 75.8 to 66.0 at 400, 138 to 119 at 800; with lengths 76.8 to 69.0 at
 #   400 and, up to 1k, 52.2 to 42.5, at 1600 sequences, among which each share looks for its own, 353 to 206.
 # - (2, 64) and (2, 256), blocks of as many bytes, against the tiles of before, one for all loads, without lengths
