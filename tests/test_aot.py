@@ -530,10 +530,18 @@ def test_kernels_are_told_where_each_task_of_a_sequence_has_a_line(heads_q, head
 
 
 @pytest.mark.parametrize(
-    ("heads_k", "capacity", "sums"), [(8, 8192, 32), (8, 512, 1), (1, 65536, 1)], ids=["blocks", "a block", "32 rows"]
+    ("batch", "heads", "capacity", "sums"),
+    [
+        (1, (32, 8), 8192, 32),
+        (1, (32, 8), 512, 1),
+        (1, (32, 1), 65536, 32),
+        (240, (32, 1), 1024, 1),
+        (1, (64, 1), 65536, 1),
+    ],
+    ids=["blocks", "a block", "32 rows", "32 rows, two programs", "64 rows"],
 )
-def test_threads_keep_their_own_sums_where_programs_have_blocks_and_registers(heads_k, capacity, sums):
-    call = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16), BF16, page_size=0)
+def test_threads_keep_their_own_sums_where_programs_have_blocks_and_registers(batch, heads, capacity, sums):
+    call = cached_call(spec((1, capacity), heads, (128, 128), BF16, batch=batch), BF16, page_size=0)
     decode = decode_launch.decode_spec(call, 0, "sm_90", 132)
     assert decode.sums == sums
     assert sums in (1, 8 * decode.tiles.num_warps)
