@@ -189,7 +189,7 @@ def test_decode_programs_of_several_blocks_that_start_early_lie_evenly(batch, he
     [(9, None), (10, "one"), (16, "one"), (20, None), (24, "two"), (32, "two"), (35, "three"), (48, "three"),
      (56, "two"), (64, "two"), (72, "three"), (96, "three"), (112, "four"), (128, "four"), (200, "three")],
 )  # fmt: skip
-def test_tasks_in_order_of_length_have_a_program_each_where_their_last_round_would_be_full(batch, load):
+def test_tasks_in_order_of_length_have_a_program_each_where_most_of_their_last_round_is_used(batch, load):
     call = cached_call(spec((1, 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
     assert decode_config.whole_tasks(call, 132) == load
 

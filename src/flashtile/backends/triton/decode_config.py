@@ -78,7 +78,7 @@ SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
 PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
 UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
-HALF_A_ROUND, MOST_OF_A_ROUND, FULL = 0.51, 0.6, 0.65
+HALF_A_ROUND, MOST_OF_A_ROUND, MOST_OF_THE_LAST = 0.51, 0.6, 0.65
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
@@ -135,7 +135,7 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
     """The same of tasks of at most `size` bytes whose lengths the host does not know, by how many a round has.
 
     The longest are begun first, if sequences are not too many to look through, and short ones fill up what those leave.
-    So it is where there are many rounds, or the last would be full if all were as long; if no task may be so long that
+    So it is where there are many rounds, or most of the last is used if all are as long; if no task may be so long that
     all wait for it, the longer the more there are. Only narrow ones have place for more than two beside one another.
     """
     rounds_of_two = round(tasks / most_of["two"]) if batch <= MANY_SEQUENCES else 1
@@ -150,7 +150,7 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
         loads = loads[:2]  # of half the bytes in flight: alone, at the end of their only round, four leave some unused
     full = {load: tasks / (-(-tasks // most_of[load]) * most_of[load]) for load in loads}
     load = max(full, key=lambda load: (full[load], most_of[load]))
-    return load if full[load] >= FULL else None
+    return load if full[load] >= MOST_OF_THE_LAST else None
 
 
 def shares_of_whole_tasks(tasks: int, most: int) -> int:
@@ -218,9 +218,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   18; but of 2k keys one 23.3 to 24.5 at 9, two 38.5 to 41.2 at 17, and of 32 rows two 29.0 to 31.0 at 144,32,1,1024.
 # - (2, 128), 16 rows, with lengths, the longest first, against shares (decode_longest_first): two 37.7 to 34.5 us at
 #   32,32,8,1024, 66.4 to 65.9 at 64 and, up to 1k, 42.8 to 36.1; three 97.1 to 95.1 at 96 and 57.2 to 52.3; four 127.2
-#   to 124.8 at 128 and 74.5 to 67.0. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9. FULL
-#   (decode_rounds_partly_full): two 31.1 to 27.9 at 24 and 19.4 to 19.5 up to 1k, but 26.6 to 25.0 at 20 and 17.4 to
-#   18.1; three 78.8 to 75.2 at 72 and 46.4 to 42.5.
+#   to 124.8 at 128 and 74.5 to 67.0. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9.
+#   MOST_OF_THE_LAST (decode_rounds_partly_full): two 31.1 to 27.9 at 24 and 19.4 to 19.5 up to 1k, but 26.6 to 25.0 at
+#   20 and 17.4 to 18.1; three 78.8 to 75.2 at 72 and 46.4 to 42.5.
 #   32 rows: two 49.0 to 35.9 us at 240,32,1,1024, 75.8 to 66.0 at 400, 138 to 119 at 800; with lengths 76.8 to 69.0 at
 #   400 and, up to 1k, 52.2 to 42.5, at 1600 sequences, among which each share looks for its own, 353 to 206.
 # - (2, 64) and (2, 256), blocks of as many bytes, against the tiles of before, one for all loads, without lengths
