@@ -147,21 +147,22 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 
 
 @pytest.mark.parametrize(
-    ("load", "batch", "capacity", "programs"),
-    [("few", 8, 1024, 128), ("one", 9, 1024, 0), ("few", 9, 3072, 128), ("one", 10, 3072, 0), ("one", 16, 1024, 0),
-     ("few", 16, 4096, 0), ("two", 18, 1024, 0), ("few", 18, 2048, 128), ("two", 24, 1024, 0), ("two", 32, 1024, 0),
-     ("two", 32, 2048, 0), ("four", 36, 1024, 0), ("few", 36, 2048, 128), ("four", 64, 3072, 0), ("few", 64, 4096, 128),
-     ("eight", 72, 1024, 0), ("eight", 96, 1024, 0), ("three", 200, 3072, 0)],
+    ("load", "batch", "heads_k", "capacity", "programs"),
+    [("few", 8, 8, 1024, 128), ("one", 9, 8, 1024, 0), ("few", 9, 8, 3072, 128), ("one", 10, 8, 3072, 0),
+     ("one", 16, 8, 1024, 0), ("few", 16, 8, 4096, 0), ("two", 18, 8, 512, 0), ("two", 18, 8, 1024, 0),
+     ("few", 18, 8, 2048, 128), ("two", 24, 8, 1024, 0), ("two", 32, 8, 1024, 0), ("two", 32, 8, 2048, 0),
+     ("four", 36, 8, 1024, 0), ("few", 36, 8, 2048, 128), ("four", 64, 8, 3072, 0), ("few", 64, 8, 4096, 128),
+     ("eight", 72, 8, 1024, 0), ("eight", 96, 8, 1024, 0), ("many", 140, 1, 512, 264), ("three", 200, 8, 3072, 0)],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
-def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, capacity, programs):
+def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, heads_k, capacity, programs):
     """In a round of so many on each multiprocessor, or in many rounds; else programs share them, or have some each."""
-    call = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    call = cached_call(spec((1, capacity), (32, heads_k), (128, 128), BF16, batch=batch), BF16, page_size=0)
     call = call._replace(given=call.given._replace(cache_seqlens=length))
     assert decode_config.load_of(call, 132) == load
     assert not decode_config.choose(call, "sm_90", 132, num_splits=2).whole
     launched = decode_launch.decode_spec(call, 0, "sm_90", 132)
-    assert (launched.programs, launched.merges) == (programs, programs > 0 and batch * 8 % programs > 0)
+    assert (launched.programs, launched.merges) == (programs, programs > 0 and batch * heads_k % programs > 0)
     kernels = list(compile_cached(call, "sm_90"))
     assert len(kernels) == 2 + launched.merges
     assert not any(usage.spills for usage, _ in kernels)
@@ -187,7 +188,8 @@ def test_decode_programs_of_several_blocks_that_start_early_lie_evenly(batch, he
 @pytest.mark.parametrize(
     ("batch", "load"),
     [(9, None), (10, "one"), (16, "one"), (20, None), (24, "two"), (32, "two"), (35, "three"), (48, "three"),
-     (56, "two"), (64, "two"), (72, "three"), (96, "three"), (112, "four"), (128, "four"), (200, "three")],
+     (56, "two"), (64, "two"), (72, "three"), (80, "three"), (96, "three"), (112, "four"), (128, "four"),
+     (200, "three")],
 )  # fmt: skip
 def test_tasks_in_order_of_length_have_a_program_each_where_most_of_their_last_round_is_used(batch, load):
     call = cached_call(spec((1, 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
@@ -531,15 +533,10 @@ def test_kernels_are_told_where_each_task_of_a_sequence_has_a_line(heads_q, head
 
 @pytest.mark.parametrize(
     ("batch", "heads", "capacity", "sums"),
-    [
-        (1, (32, 8), 8192, 32),
-        (1, (32, 8), 512, 1),
-        (1, (32, 1), 65536, 32),
-        (240, (32, 1), 1024, 1),
-        (1, (64, 1), 65536, 1),
-    ],
+    [(1, (32, 8), 8192, 32), (1, (32, 8), 512, 1), (1, (32, 1), 65536, 32), (240, (32, 1), 1024, 1),
+     (1, (64, 1), 65536, 1)],
     ids=["blocks", "a block", "32 rows", "32 rows, two programs", "64 rows"],
-)
+)  # fmt: skip
 def test_threads_keep_their_own_sums_where_programs_have_blocks_and_registers(batch, heads, capacity, sums):
     call = cached_call(spec((1, capacity), heads, (128, 128), BF16, batch=batch), BF16, page_size=0)
     decode = decode_launch.decode_spec(call, 0, "sm_90", 132)

@@ -104,13 +104,16 @@ def load_float8(
 
 
 @triton.jit
-def await_kernel_before(known):
+def await_kernel_before(known, SHARED: tl.constexpr):
     """Waits until the kernel before has ended, while which this one starts; `known`, 1 or more, is worked out first.
 
     In a branch, which is always taken: the assembler would put all arithmetic that stands before the wait behind it.
+    Programs of shares then let the next kernel start, once all of them run: the merge takes no place from them.
     """
     if known > 0:
         tl.extra.cuda.gdc_wait()
+    if SHARED:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -220,12 +223,10 @@ def decode_kernel(
     program = tl.program_id(0)
     n_shares = tl.num_programs(0) // width  # of a line
     line, rank = program % width, program // width
-    of_line = 1 if LINE_EACH else tasks // width  # tasks of a sequence
+    of_line = 1 if LINE_EACH else tasks // width  # of a sequence's tasks, those in a line
     alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
     if EARLY and not alike:
-        await_kernel_before(n_shares)
-        if SHARED:
-            tl.extra.cuda.gdc_launch_dependents()  # once all programs run; the merge takes no place from them
+        await_kernel_before(n_shares, SHARED)
     if SHARED:
         if alike:
             n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
@@ -274,9 +275,7 @@ def decode_kernel(
     n_block = n_first + begin
     n_end = n_first + blocks
     if EARLY and alike:
-        await_kernel_before(n_end)
-        if SHARED:
-            tl.extra.cuda.gdc_launch_dependents()
+        await_kernel_before(n_end, SHARED)
     page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
     stride_vs = stride_ks if stride_vs is None else stride_vs
     q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
@@ -422,7 +421,7 @@ def merge_kernel(
     batch = place // seqlen_q // (heads_k * group)
     row = query * group + head % group
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
-    of_line = 1 if LINE_EACH else heads_k * m_blocks // width  # tasks of a sequence
+    of_line = 1 if LINE_EACH else heads_k * m_blocks // width  # of a sequence's tasks, those in a line
     task = head // group * m_blocks + row // TILE_M
     if seqlens_ptr is None and leftpad_ptr is None:
         _, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
