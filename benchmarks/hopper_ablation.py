@@ -49,7 +49,7 @@ PING_PONG = [("\n@gluon.jit\ndef load_q(", NO_TURNS)]
 ONE_END = [  # for all warpgroups of a tile, that of its last rows
     ("        if p.OWN_BLOCKS:\n            full_end, unseen", "        if False:\n            full_end, unseen"),
 ]
-ONE_WAY = [("in_order(p, end - 1 - i, from_first,", "in_order(p, end - 1 - i, False,")]
+ONE_WAY = [("in_order(here, end - 1 - i, from_first,", "in_order(here, end - 1 - i, False,")]
 
 
 def in_turn(spec: AttentionSpec, rows: int, warpgroups: int, tile_n: int, programs: int) -> Lists:

@@ -18,11 +18,11 @@ import triton
 from torch import Tensor
 from triton.backends.nvidia.compiler import get_ptxas
 
+from flashtile.backends.append import append_spec
 from flashtile.backends.compiler import compiled_for
 from flashtile.backends.hopper.llvm_ir import for_roles
 from flashtile.backends.launcher import KernelCall, Launcher
 from flashtile.backends.triton import decode_launch
-from flashtile.backends.triton.append import append_spec
 from flashtile.backends.triton.config import choose
 from flashtile.backends.triton.launch import Kernel
 from flashtile.cache import FP8, Arguments, CachedCall
@@ -131,8 +131,25 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     tiles = config.choose(spec)
     q, k, v, out, lse = of_a_call(spec)
     described = map(launch.describe, (q, k, v, out), launch.boxes(spec, tiles))
-    arguments = (*described, lse, lse, empty(1, dtype=torch.int64), *launch.scalars(spec, tiles, rounds=100))
+    table = empty(1, dtype=torch.int64)
+    numbers = launch.scalars(spec, tiles, rounds=100)
+    arguments = (*described, lse, lse, *launch.NO_CACHE, spec.seqlen_k, table, *numbers)
     return _compile_gluon(kernel or forward_kernel, arguments, forward=True)
+
+
+def compile_hopper_cached(case: AttentionSpec, page_size: int) -> tuple[Usage, object]:
+    """Compiles what a call over a cache on Hopper would run, whose sequences have lengths of their own."""
+    from flashtile.backends.hopper import cached_launch
+
+    call = cached_call(case, case.dtype, page_size)
+    *_, out, lse = of_a_call(case)
+    turned = torch.empty_like(call.given.q)
+    moving = dict(zip(cached_launch.MOVING, (*call.given, case.seqlen_k, turned, out, lse), strict=True))
+    table, _ = cached_launch.schedule_of(case, False, 132)
+    moving["schedule"] = empty(*table.shape, dtype=table.dtype)
+    cached = cached_launch.CachedSpec(case, page_size, call.seqlen_new, len(call.given.k_cache))
+    launched = cached_launch.forward_call(cached, moving, {})
+    return _compile_gluon(launched.fn, launched.arguments, forward=True)
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:

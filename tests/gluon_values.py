@@ -122,7 +122,10 @@ class Matrices:
 
     def seen_as(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Matrices:
         assert dtype == self.dtype
-        return Matrices(self.strips[: math.prod(shape) // self.strips[0].numel()], shape, layout.transposed)
+        strips = self.strips
+        if math.prod(shape[1:]) < strips[0].numel():  # some rows of a strip
+            strips = strips.view(shape[0], -1, strips.shape[2])
+        return Matrices(strips[: math.prod(shape) // strips[0].numel()], shape, layout.transposed)
 
 
 class Matrix:

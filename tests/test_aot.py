@@ -24,6 +24,7 @@ from aot import (
     compile_call,
     compile_hopper,
     compile_hopper_backward,
+    compile_hopper_cached,
     compile_kernel,
     kernels_and_tensors,
     loops_with_products,
@@ -331,6 +332,24 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     numbers, own_barriers = arguments_of_roles(compiled)
     assert numbers == set(range(hopper_config.choose(case).warpgroups))
     assert own_barriers == ({0, *(1 + number for number in numbers - {0})} if SINCE_3_9 else set())
+
+
+@pytest.mark.parametrize(
+    ("dims", "seqlen", "page_size"),
+    [
+        ((128, 128), 1024, 0), ((128, 128), 1024, 256), ((128, 128), 1024, 16), ((64, 64), 1024, 16),
+        ((64, 64), 4096, 16), ((96, 96), 1024, 16), ((192, 128), 1024, 16), ((192, 192), 1024, 16),
+        ((256, 256), 1024, 16),
+    ],
+)  # fmt: skip
+def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_products(page_size, dims, seqlen):
+    case = spec((seqlen, 8192), (32, 8), dims, BF16, right=0)
+    usage, compiled = compile_hopper_cached(case, page_size)
+    assert usage.shared <= SHARED_MEMORY["sm_90"], usage
+    assert not serializes_products(compiled), usage
+    assert not any(spills := spills_in_loops(compiled)), f"triton {triton.__version__}, {usage}: {spills}"
+    assert not overwritten_operands(compiled), f"triton {triton.__version__}"
+    assert not barriers_left_alone(compiled)
 
 
 @pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")

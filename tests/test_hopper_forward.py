@@ -48,10 +48,10 @@ def forward_on_cpu(case: AttentionSpec, tiles: config.Tiles, inputs: Inputs, pro
     of = launch.shares(case, tiles, programs)
     table = launch.entries(of)
     pieces = torch.full((sum(map(len, of.pieces)), tiles.rows * (tiles.head_dim_v + 2)), float("nan"))
-    pointers = (gluon_on_cpu.Pointer(x) for x in (lse.view(-1), pieces.view(-1), table.flatten()))
+    *written, schedule = (gluon_on_cpu.Pointer(x.view(-1)) for x in (lse, pieces, table.contiguous()))
     kernel = gluon_on_cpu.load("forward").forward_kernel
     scalars = launch.scalars(case, tiles, rounds=table.shape[1])
-    gluon_on_cpu.run(kernel, len(table), (*descriptors, *pointers, *scalars))
+    gluon_on_cpu.run(kernel, len(table), (*descriptors, *written, *launch.NO_CACHE, case.seqlen_k, schedule, *scalars))
     merge_pieces(case, tiles, of, pieces, out, lse)
     return Result(out, lse)
 

@@ -102,7 +102,7 @@ def _first_attention(
     spec = checked(given, settings)
     tidied = given.tidied(spec)
     call = CachedCall(spec, tidied, settings.rotary_interleaved)
-    backend = dispatch.decoder(call, given.q.device, settings.backend)
+    backend = dispatch.decoder(call, settings.num_splits, given.q.device, settings.backend)
     if backend is None:
         return _one_after_the_other(call, settings.backend)
     attend = backend.attend_like(call, settings.num_splits, wants_lse)

@@ -91,11 +91,17 @@ def choose(spec: AttentionSpec, device: torch.device, backend: str | None = None
     return Choice(fastest, otherwise, differentiable)
 
 
-def decoder(call: CachedCall, device: torch.device, backend: str | None = None) -> Any:
+def decoder(call: CachedCall, num_splits: int, device: torch.device, backend: str | None = None) -> Any:
     """The backend for a call over a cache as a whole, a Backend that has `attend_like`; None where none takes it."""
-    names = BACKENDS if backend is None else (backend,)
-    able: list[Any] = [BACKENDS[name] for name in names if hasattr(BACKENDS[name], "attend_like")]
-    return next((b for b in able if b.supports(call.spec, device) is None and b.passes_over(call) is None), None)
+
+    def takes(candidate: Any) -> bool:
+        if not hasattr(candidate, "attend_like") or candidate.supports(call.spec, device) is not None:
+            return False
+        passes_on = getattr(candidate, "passes_on_cached", None)
+        willing = backend is not None or passes_on is None or passes_on(call, num_splits) is None
+        return willing and candidate.passes_over(call) is None
+
+    return next(filter(takes, BACKENDS.values() if backend is None else [BACKENDS[backend]]), None)
 
 
 def with_alibi(backend: str | None) -> Any:

@@ -7,6 +7,7 @@
                                                           CachedCall, whose new keys are in the cache then; lse may be
                                                           None where it is not wanted (optional, as is its neighbour)
     passes_over(call)                                  -> None, or why it leaves a CachedCall to `forward`
+    passes_on_cached(call, num_splits)                 -> None, or why another is as good for a CachedCall (optional)
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
     backward_like(spec, dout, dlse, q, k, v, out, lse) -> f of tensors that lie like these, or None (optional)
     passes_on(spec)                                    -> None, or why another is as good for it (optional)

@@ -153,6 +153,24 @@ class KernelCall(NamedTuple):
     shared: int = 0
 
 
+def call_of(
+    fn: Any, grid: int, moving: dict[str, Any], names: tuple[str, ...], others: tuple, options: dict[str, Any]
+) -> KernelCall:
+    """The launch of a kernel whose first arguments are these of all that move in a run, by their names."""
+    order, arguments = list(moving), (*(moving[name] for name in names), *others)
+    return KernelCall(fn, grid, arguments, [order.index(name) for name in names], options)
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, sequence and head."""
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def rows_apart(x: Tensor | None) -> int:
+    """The first stride; of nothing 0."""
+    return 0 if x is None else x.stride(0)
+
+
 def prepared(device: torch.device, *calls: KernelCall) -> Run:
     """The launches of Triton kernels, in order, as `run_of` describes them; of an empty grid, nothing."""
     calls = tuple(call for call in calls if call.grid)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...arch import arch_of
+from ...cache import CachedCall
 from ...plan import Plan
 from ...spec import AttentionSpec
 from .. import Backward
@@ -35,15 +36,21 @@ if _INSTALLED:
     from ..launcher import Launcher, backward_pass, backward_pass_like
     from .backward_apart_launch import APART_BACKWARD
     from .backward_launch import BACKWARD
+    from .cached_launch import attend_like
     from .launch import forward, forward_like, programs_on, shares
 
 __all__ = [
-    "backward", "backward_like", "forward", "forward_like", "leaves_backward", "passes_on", "plan", "refusal",
-    "supports",
+    "attend_like", "backward", "backward_like", "forward", "forward_like", "leaves_backward", "passes_on",
+    "passes_on_cached", "passes_over", "plan", "refusal", "supports",
 ]  # fmt: skip
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
+# Of a call over a cache: 64 rows of a key head for each multiprocessor, from which on tiles over all keys are faster
+# than keys split among programs; where rows are few, as reading keys takes longer than to compute, more. Up to 16 rows
+# they never are.
+FEWEST_ROWS, FEW_ROWS, ENOUGH, ENOUGH_OF_FEW = 16, 32, 0.27, 0.45
+LEAST_PAGE = 8  # rows, of which TMA can copy so many to where K and V lie swizzled
 # Its tanh is within 2.5e-7, near zero too: lse of larger caps would be less exact than float32 makes it.
 LARGEST_SOFTCAP = 64.0
 # The backward pass divides lse, which may be in the thousands, by the factor of the scores.
@@ -80,6 +87,29 @@ def passes_on(spec: AttentionSpec) -> str | None:
     operations = 2 * spec.batch * spec.heads_q * pairs * (spec.head_dim + spec.head_dim_v)
     if operations < WORTHWHILE:
         return f"{operations / 1e9:.1f} GFLOP are too few to fill the GPU with its tiles: by itself it starts at 8"
+    return None
+
+
+def passes_over(call: CachedCall) -> str | None:
+    """Why a call over a cache is left to kernels for one sequence."""
+    cache, given = call.cache, call.given
+    if cache.k.dtype != given.q.dtype:
+        return f"it reads keys in the dtype of q, not {cache.k.dtype}"
+    if call.alibi_slopes is not None or call.sinks is not None:
+        return "it has no ALiBi slopes and no sinks"
+    if 0 < cache.page_size < LEAST_PAGE:
+        return f"TMA wants pages of {LEAST_PAGE} keys at least, not {cache.page_size}"
+    return refusal(cache.k, cache.v) if call.rotary_dims else refusal(given.q, cache.k, cache.v)
+
+
+def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
+    """Why it leaves a call over a cache that it could take to the next backend."""
+    spec, rows = call.spec, call.spec.seqlen_q * call.spec.group
+    if num_splits > 1:
+        return "it does not split keys"
+    enough = (ENOUGH if rows > FEW_ROWS else ENOUGH_OF_FEW) * programs_on(call.given.q.device)
+    if rows <= FEWEST_ROWS or spec.batch * spec.heads_k * -(-rows // 64) < enough:
+        return f"{rows} rows for each of {spec.heads_k} key heads of {spec.batch} sequences are few for its tiles"
     return None
 
 

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from .backward_problem import WARPGROUPS, store_piece, store_slot
 from .channel import add_rings, anew, load_slot, make_ring, width_of_slot
 from .forward import load_q, sit_out
+from .forward_cache import no_cache
 from .forward_problem import Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
 from .tile import (
     add_product,
@@ -44,8 +45,10 @@ def load_loop(p, q_desc, dout_desc, k_desc, v_desc, q_rings, dout_rings, k_ring,
     m_block_before = -1
     from_first = False
     for t in range(n_tiles):
-        batch, head, m_block, first, last, middle, end, _, from_first = tile_to_load(
-            p, entries, t, m_block_before, from_first
+        entry = gl.load(entries + t)
+        batch, head, m_block = p.place(entry)
+        first, last, middle, end, _, from_first = tile_to_load(
+            p, entries, t, entry, m_block, m_block_before, from_first
         )
         m_block_before = m_block
         head_k = head // p.group
@@ -280,8 +283,8 @@ def queries_kernel(
 ):  # fmt: skip
     """Grid (programs,). Roles: two warpgroups in `compute_loop`, one warp in `load_loop`."""
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
-                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-                False, False, False, False, 0, 1)  # fmt: skip
+                schedule_ptr, rounds, no_cache(), WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+                False, False, False, False, 0, True, 1)  # fmt: skip
     q_rings = add_rings((), WARPGROUPS, q_desc, 1, PARTS)
     dout_rings = add_rings((), WARPGROUPS, dout_desc, 1, PARTS_V)
     k_ring = make_ring(k_desc, KEY_STAGES, PARTS, WARPGROUPS)

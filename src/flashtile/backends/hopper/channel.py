@@ -133,6 +133,19 @@ class Ring:
         return x.index(self.place(position, part))
 
     @gluon.jit
+    def piece(
+        self, position, part: gl.constexpr, strip: gl.constexpr, number: gl.constexpr,
+        ROWS: gl.constexpr, WIDTH: gl.constexpr,
+    ):  # fmt: skip
+        """Of buffer `part` the number-th ROWS, of the strip-th WIDTH columns, those of the swizzle: a box (1, ROWS, 1,
+        WIDTH) that is loaded by itself."""
+        STRIPS: gl.constexpr = self.box[-1] // WIDTH
+        PIECES: gl.constexpr = self.box[1] // ROWS
+        shape: gl.constexpr = [self.depth * self.parts * STRIPS * PIECES, 1, ROWS, 1, WIDTH]
+        x = seen_as(self.memory, self.memory.dtype, shape, self.layout)
+        return x.index((self.place(position, part) * STRIPS + strip) * PIECES + number)
+
+    @gluon.jit
     def columns(self, position, first: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr = False):
         """(rows, WIDTH), or transposed: columns of a slot, from the first on: of one buffer, or a pair."""
         D: gl.constexpr = self.box[-1]
@@ -187,11 +200,12 @@ def load_slot(desc, ring, position, batch, row, head, PARTS: gl.constexpr):
 @gluon.jit
 def make_ring(
     desc, depth: gl.constexpr, parts: gl.constexpr, readers: gl.constexpr,
-    WIDTH: gl.constexpr = 0, TRANSPOSED: gl.constexpr = False, EACH: gl.constexpr = 1,
+    WIDTH: gl.constexpr = 0, TRANSPOSED: gl.constexpr = False, EACH: gl.constexpr = 1, BOX: gl.constexpr = None,
 ):  # fmt: skip
     """A ring for blocks of the tensor of `desc`, read by `readers` warpgroups, most of the time WIDTH columns at once,
-    a buffer's if that is 0, in pairs if it is twice that; or transposed. EACH: arrivals of a reader."""
-    box: gl.constexpr = desc.block_shape
+    a buffer's if that is 0, in pairs if it is twice that; or transposed. EACH: arrivals of a reader. BOX: the shape of
+    a buffer, where it is loaded in pieces."""
+    box: gl.constexpr = desc.block_shape if BOX is None else BOX
     width: gl.constexpr = WIDTH if WIDTH > 0 else box[-1]
     shape: gl.constexpr = shape_of(depth * parts, box, min(width, box[-1]), TRANSPOSED)
     memory = gl.allocate_shared_memory(desc.dtype, shape, of_matrix(desc.layout, TRANSPOSED))

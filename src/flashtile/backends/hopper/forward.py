@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .channel import WARPS, add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
 from .compat import call_as_worker
+from .forward_cache import CachedKeys, clear_past, load_keys
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
 from .tile import (
@@ -89,8 +90,11 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
     m_block_before = -1
     from_first = False
     for t in range(n_tiles):
-        batch, head, m_block, first, last, middle, end, tail, from_first = tile_to_load(
-            p, entries, t, m_block_before, from_first
+        entry = gl.load(entries + t)
+        batch, head, m_block = p.place(entry)
+        here = p.of_sequence(batch)
+        first, last, middle, end, tail, from_first = tile_to_load(
+            here, entries, t, entry, m_block, m_block_before, from_first
         )
         m_block_before = m_block
         end += tail
@@ -98,10 +102,10 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
             load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
         head_k = head // p.group
         for i in range(end - first):
-            col = in_order(p, end - 1 - i, from_first, first, last, middle) * p.TILE_N
-            load_slot(k_desc, k_ring, position, batch, col, head_k, k_ring.parts)
+            col = in_order(here, end - 1 - i, from_first, first, last, middle) * p.TILE_N
+            load_keys(p, k_desc, k_ring, position, batch, col, head_k)
             if col_before >= 0:
-                load_slot(v_desc, v_ring, position - 1, batch_before, col_before, head_before, v_ring.parts)
+                load_keys(p, v_desc, v_ring, position - 1, batch_before, col_before, head_before)
             if LATE_Q:
                 if i == 0:
                     load_q(p, q_desc, q_rings, q_position, batch, head, m_block)
@@ -110,7 +114,7 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
             col_before = col
             position += 1
         q_position += 1
-    load_slot(v_desc, v_ring, position - 1, batch_before, col_before, head_before, v_ring.parts)
+    load_keys(p, v_desc, v_ring, position - 1, batch_before, col_before, head_before)
     return q_position, position
 
 
@@ -369,11 +373,12 @@ def compute_walk(
     entry = gl.load(entries)
     for t in range(n_tiles):
         batch_new, head_new, m_block = p.place(entry)
-        piece_new, first, full_first, full_end, end, tail = p.blocks_here(entries, t, entry, m_block)
+        here = p.of_sequence(batch_new)
+        piece_new, first, full_first, full_end, end, tail = here.blocks_here(entries, t, entry, m_block)
         entry = gl.load(entries + t + 1)  # of the next tile: it takes as long as a product
         unseen = 0  # or 1: the block at the end, which only other warpgroups see
         if p.OWN_BLOCKS:
-            full_end, unseen = p.own_blocks(m_block, warpgroup, first, full_first, full_end, end)
+            full_end, unseen = here.own_blocks(m_block, warpgroup, first, full_first, full_end, end)
             end -= unseen
             if unseen > 0:
                 sit_out_scores(warpgroup, p, position, k_ring)
@@ -387,7 +392,7 @@ def compute_walk(
         if p.TAILS:
             s_tail = gl.zeros([p.TILE_M, TAIL], gl.float32, tail_layout)
             if tail > 0:
-                s_tail = tail_scores(p, q, q_ring, q_position, row_new, end * p.TILE_N, k_ring, position, s_tail)
+                s_tail = tail_scores(here, q, q_ring, q_position, row_new, end * p.TILE_N, k_ring, position, s_tail)
                 m_new = gl.convert_layout(gl.max(s_tail, axis=1), row_layout)
                 position += 1
         # S of the first block but for the tail; flat: under the last O += P V of the tile before
@@ -402,7 +407,7 @@ def compute_walk(
         blocks_here = gl.where(row_new < p.seqlen_q, end - first, 1)
         release_early(q_ring, q_position, blocks_here == 1)
         to_mask = (full_end < end) | (full_first == end)
-        probs_new, m_new, _ = softmax(p, s, m_new, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
+        probs_new, m_new, _ = softmax(here, s, m_new, row_new, (end - 1) * p.TILE_N, to_mask, True, row_layout)
         l_new = row_sums_by_lane(probs_new)
         if p.FLAT:
             o = product_wait(o)
@@ -416,6 +421,10 @@ def compute_walk(
         if p.TAILS:
             if tail > 0:
                 o, l_new = add_tail(p, s_tail, o, m_new, l_new, v_ring, position - 1, p_layout)
+        if p.keys.CACHED:
+            kept = here.seqlen_k - (end - 1) * p.TILE_N
+            if kept < p.TILE_N:
+                clear_past(v_ring, position, kept)
         probs = pack(probs_new, out_desc.dtype)
         m = m_new
         l = l_new
@@ -426,8 +435,8 @@ def compute_walk(
         has_o = tail > 0
         position += 1
         o, probs, m, l, has_o, position = other_blocks(
-            p, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, first, full_first, full_end, end,
-            careful, k_ring, v_ring, s_layout, p_layout,
+            here, warpgroup, q, q_ring, q_position, o, probs, m, l, has_o, position, row, first, full_first, full_end,
+            end, careful, k_ring, v_ring, s_layout, p_layout,
         )  # fmt: skip
         if q_ring.depth > 1:
             q_ring.release(q_position)
@@ -444,24 +453,31 @@ def compute_walk(
     return q_position, position
 
 
-@gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds"])
+@gluon.jit(do_not_specialize=[
+    "seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds", "stride_places", "seqlen_new",
+])  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, pieces_ptr, schedule_ptr,
-    seqlen_q, seqlen_k, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, pieces_ptr, seqlens_ptr, leftpad_ptr, places_ptr, seqlen_k, schedule_ptr,
+    seqlen_q, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in, stride_places, seqlen_new,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     STEADY: gl.constexpr, TAILS: gl.constexpr, FLAT: gl.constexpr, O_AWAITED: gl.constexpr, Q_KEPT: gl.constexpr,
-    PACK: gl.constexpr,
+    PACK: gl.constexpr, CACHED: gl.constexpr, PAGE_SIZE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`."""
+    """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`. CACHED: K and V are a
+    cache, in pages if PAGE_SIZE is not 0, of which the descriptors may have less than a block; seqlen_k: what a
+    sequence has there at most."""
+    keys = CachedKeys(seqlens_ptr, leftpad_ptr, places_ptr, stride_places, seqlen_new, CACHED, PAGE_SIZE)
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
-                schedule_ptr, rounds, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
-                TAILS, FLAT, O_AWAITED, Q_KEPT, PACK)  # fmt: skip
+                schedule_ptr, rounds, keys, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
+                TAILS, FLAT, O_AWAITED, Q_KEPT, pieces_ptr is not None, PACK)  # fmt: skip
     PAIR: gl.constexpr = pair_of(q_desc.block_shape, PARTS)
     q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PAIR, WARPS)
-    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, Q_KEPT if Q_KEPT > 0 else PAIR, True, WARPS)
-    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, pair_of(v_desc.block_shape, PARTS_V), False, WARPS)
+    k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, Q_KEPT if Q_KEPT > 0 else PAIR, True, WARPS,
+                       [1, TILE_N, 1, DIM // PARTS])  # fmt: skip
+    v_ring = make_ring(v_desc, STAGES, PARTS_V, WARPGROUPS, pair_of(v_desc.block_shape, PARTS_V), False, WARPS,
+                       [1, TILE_N, 1, DIM_V // PARTS_V])  # fmt: skip
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))

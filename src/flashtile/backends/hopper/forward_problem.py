@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from .channel import anew, section, width_of_slot
 from .compat import aggregate
+from .forward_cache import CachedKeys
 from .tile import parts_of, width_of
 
 TAIL = gl.constexpr(16)  # keys that one wgmma of O += P V sums over, the fewest that it can be computed for
@@ -31,6 +32,7 @@ class Problem:
     cap_in: gl.tensor  # with a soft cap, s = tanh(q.k, cap_in)
     schedule: gl.tensor  # (programs, rounds): see `entries` in launch.py
     rounds: gl.tensor
+    keys: CachedKeys  # where they lie in a cache; seqlen_k is then how many a sequence has at most
     WARPGROUPS: gl.constexpr
     TILE_M: gl.constexpr
     TILE_N: gl.constexpr
@@ -49,8 +51,8 @@ class Problem:
     @gluon.constexpr_function
     def __init__(
         self, seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in, schedule, rounds,
-        WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, TAILS, FLAT, O_AWAITED,
-        Q_KEPT, PACK,
+        keys, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY, TAILS, FLAT, O_AWAITED,
+        Q_KEPT, PIECES, PACK,
     ):  # fmt: skip
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
@@ -63,6 +65,7 @@ class Problem:
         self.cap_in = cap_in
         self.schedule = schedule
         self.rounds = rounds
+        self.keys = keys
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.TILE_M = gl.constexpr(TILE_M)
         self.TILE_N = gl.constexpr(TILE_N)
@@ -75,8 +78,23 @@ class Problem:
         self.O_AWAITED = gl.constexpr(O_AWAITED)
         self.Q_KEPT = gl.constexpr(Q_KEPT)
         self.OWN_BLOCKS = gl.constexpr(HAS_RIGHT and (WARPGROUPS - 1) * TILE_M >= TILE_N)
-        self.PIECES = gl.constexpr(not HAS_LEFT and not HAS_RIGHT)
+        self.PIECES = gl.constexpr(PIECES and not HAS_LEFT and not HAS_RIGHT)
         self.PACK = gl.constexpr(PACK)
+
+    @gluon.jit
+    def of_sequence(self, batch):
+        """The problem of one sequence, which may have keys of its own number."""
+        if self.keys.CACHED:
+            seqlen_k = self.keys.count(batch, self.seqlen_k)
+            here = Problem(
+                self.seqlen_q, seqlen_k, self.heads_q, self.group, self.window_left, self.window_right, self.unit,
+                self.natural, self.cap_in, self.schedule, self.rounds, self.keys, self.WARPGROUPS, self.TILE_M,
+                self.TILE_N, self.HAS_LEFT, self.HAS_RIGHT, self.SOFTCAP, self.STEADY, self.TAILS, self.FLAT,
+                self.O_AWAITED, self.Q_KEPT, self.PIECES, self.PACK,
+            )  # fmt: skip
+        else:
+            here = self
+        return here
 
     @gluon.jit
     def tiles(self):
@@ -171,15 +189,13 @@ def middle_blocks(first, full_first, full_end, end):
 
 
 @gluon.jit
-def tile_to_load(p, entries, t, m_block_before, from_first):
-    """What a producer needs of a tile, the one before and its direction given: (batch, head, m_block), its key blocks
-    (first, last, middle, end, tail), and its own direction, see `in_order`."""
-    entry = gl.load(entries + t)
-    batch, head, m_block = p.place(entry)
+def tile_to_load(p, entries, t, entry, m_block, m_block_before, from_first):
+    """What a producer needs of a tile, the one before and its direction given: its key blocks (first, last, middle,
+    end, tail), and its own direction, see `in_order`."""
     from_first = (m_block > m_block_before) | (from_first ^ True)  # the longest tiles of heads begin together
     _, first, full_first, full_end, end, tail = p.blocks_here(entries, t, entry, m_block)
     last, middle = middle_blocks(first, full_first, full_end, end)
-    return batch, head, m_block, first, last, middle, end, tail, from_first
+    return first, last, middle, end, tail, from_first
 
 
 @gluon.jit

@@ -43,6 +43,10 @@ def describe(x: Tensor, box: Box) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, *box], layout(box, x.dtype))
 
 
+NO_CACHE = None, None, None
+"""Where `forward_kernel` is told of lengths, first keys and places in a cache."""
+
+
 class Shares(NamedTuple):
     """The tiles of every program, and what they have of tiles that they share."""
 
@@ -50,11 +54,16 @@ class Shares(NamedTuple):
     pieces: list[list[Piece]]
 
 
-def shares(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Shares:
-    """Tiles of queries, and pieces of them."""
+def whole_tiles(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> list[list[Tile]]:
+    """Tiles of queries."""
     pack = config.heads_per_tile(spec, tiles)
     packed = replace(spec, heads_q=spec.heads_q // pack)
-    lists = schedule(packed, tiles.rows // pack, tiles.warpgroups, tiles.tile_n, programs)
+    return schedule(packed, tiles.rows // pack, tiles.warpgroups, tiles.tile_n, programs)
+
+
+def shares(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> Shares:
+    """Tiles of queries, and pieces of them."""
+    lists = whole_tiles(spec, tiles, programs)
     blocks = -(-spec.seqlen_k // tiles.tile_n)
     if tiles.tails and blocks > 1 and (spec.seqlen_k - 1) % tiles.tile_n < TAIL.value:
         blocks -= 1  # the keys past it come with the last
@@ -109,7 +118,8 @@ class ForwardKernel(Launcher):
             return torch.empty_strided((n_numbers,), (1,), dtype=torch.float32, device=lse.device)
 
         pieces = scratch()
-        arguments = (*descriptors, lse, pieces, tiles_of, *scalars(spec, tiles, rounds=tiles_of.shape[1]))
+        numbers = scalars(spec, tiles, rounds=tiles_of.shape[1])
+        arguments = (*descriptors, lse, pieces, *NO_CACHE, spec.seqlen_k, tiles_of, *numbers)
         with compiling.for_hopper(OPTIONS, forward=True) as options:
             main = prepared(
                 lse.device, KernelCall(forward_kernel, len(tiles_of), arguments, range(len(tensors) + 1), options)
@@ -153,15 +163,26 @@ def score_scalars(spec: AttentionSpec) -> tuple[float, float, float]:
     return natural * LOG2E, natural, cap_in * 2 * LOG2E
 
 
-def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int) -> tuple:
-    """The arguments of `forward_kernel` after the tensors."""
+class Stored(NamedTuple):
+    """What `forward_kernel` is told of a cache beside its tensors."""
+
+    stride_places: int
+    seqlen_new: int
+    page_size: int  # 0: not in pages
+
+
+def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int, stored: Stored | None = None) -> tuple:
+    """The arguments of `forward_kernel` after the tensors. Lengths on the device may leave any number of keys past the
+    last whole block, which is then a block."""
+    tails = tiles.tails and spec.window_left < 0 and spec.window_right < 0 and stored is None
+    stride_places, seqlen_new, page_size = stored or (None, None, 0)
     return (
-        spec.seqlen_q, spec.seqlen_k, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, *score_scalars(spec),
+        spec.seqlen_q, spec.heads_q, spec.group, spec.window_left, spec.window_right,
+        rounds, *score_scalars(spec), stride_places, seqlen_new,
         tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts, tiles.parts_v,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec),
-        tiles.tails and spec.window_left < 0 and spec.window_right < 0, tiles.flat, tiles.o_awaited, tiles.q_kept,
-        config.heads_per_tile(spec, tiles), tiles.compute_registers, tiles.load_registers,
+        tails, tiles.flat, tiles.o_awaited, tiles.q_kept, config.heads_per_tile(spec, tiles), stored is not None,
+        page_size, tiles.head_dim, tiles.head_dim_v, tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from ...arch import arch_of
 from ...spec import AttentionSpec
 from .. import Backward
-from ..launcher import Launcher, Run, backward_pass, backward_pass_like
+from ..launcher import Launcher, Run, backward_pass, backward_pass_like, strides
 from .config import Tiles, choose, has_tiles
-from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
+from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units
 from .tile import (
     LOG2E,
     ROW_PAD,

@@ -20,6 +20,7 @@ Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_
 import triton
 import triton.language as tl
 
+from ..append import page_of_keys
 from .decode_shares import (
     at_a_time,
     begin_of_share,
@@ -35,21 +36,6 @@ from .tile import LN2, LOG2E, softmax_step, tanh
 
 EXPONENT = tl.constexpr(0x7F800000)  # the bits of a float32's
 FLOAT32_TINY = tl.constexpr(2.0**-126)
-
-
-@triton.jit
-def page_of_keys(places_ptr, key, n_keys, batch, stride_pb, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """The row or page, int64, of the keys key ... key + TILE_N of a sequence; each key's where pages are less."""
-    if PAGE_SIZE == 0:
-        page = batch
-        if places_ptr is not None:
-            page = tl.load(places_ptr + batch)
-    else:
-        table_ptr = places_ptr + batch * stride_pb
-        if PAGE_SIZE < TILE_N:
-            key += tl.arange(0, TILE_N)
-        page = tl.load(table_ptr + key // PAGE_SIZE, key < n_keys, 0)
-    return page.to(tl.int64)
 
 
 @triton.jit

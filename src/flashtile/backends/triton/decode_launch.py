@@ -13,8 +13,19 @@ from ...arch import arch_of
 from ...cache import FP8, LENGTHS, Arguments, CachedCall
 from ...spec import AttentionSpec
 from .. import Attend
-from ..launcher import KernelCall, Launcher, Run, behind, empty_out, prepared, results_of
-from .append import AppendSpec, append_call, append_spec, queries_of
+from ..append import AppendSpec, append_call, append_spec, places_of, queries_of
+from ..launcher import (
+    KernelCall,
+    Launcher,
+    Run,
+    behind,
+    call_of,
+    empty_out,
+    prepared,
+    results_of,
+    rows_apart,
+    strides,
+)
 from .decode import decode_kernel, merge_kernel
 from .decode_config import (
     MANY_SEQUENCES,
@@ -29,7 +40,7 @@ from .decode_config import (
     tile_m,
 )
 from .decode_shares import shares_of_line
-from .launch import FLOAT32_TINY, call_of, exact, places_of, rows_apart, score_units, strides
+from .launch import FLOAT32_TINY, exact, score_units
 
 FEWEST_MERGED, MOST_MERGED = 8, 128  # parts of a row at a time: fewer leave threads idle, more go round again
 # Numbers of a program that merges, one warp: 64 in each of its threads are 16 loads under way. Where programs are few,

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...spec import AttentionSpec
 from .. import Forward
-from ..launcher import forward_pass, forward_pass_like
+from ..launcher import forward_pass, forward_pass_like, strides
 from .config import Tiles
-from .launch import FLOAT32_TINY, NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units, strides
+from .launch import FLOAT32_TINY, NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units
 from .tile import LN2, load_tile, part_of, place, softmax_step, store_tile, tanh, visible, visible_blocks
 
 SUMS = tl.constexpr(8)  # of a row of P: of every eight columns a thread has two

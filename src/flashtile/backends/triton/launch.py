@@ -53,32 +53,9 @@ class Kernel(Launcher):
         return prepared(device, KernelCall(self.fn, launch.grid, arguments, range(len(tensors)), tiles.options))
 
 
-def call_of(
-    fn: Any, grid: int, moving: dict[str, Any], names: tuple[str, ...], others: tuple, options: dict[str, Any]
-) -> KernelCall:
-    """The launch of a kernel whose first arguments are these of all that move in a run, by their names."""
-    order, arguments = list(moving), (*(moving[name] for name in names), *others)
-    return KernelCall(fn, grid, arguments, [order.index(name) for name in names], options)
-
-
 def dense_rows(x: Tensor) -> Tensor:
     """x itself if its last dimension has stride 1, else a contiguous copy: kernels read any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, sequence and head."""
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def rows_apart(x: Tensor | None) -> int:
-    """The first stride; of nothing 0."""
-    return 0 if x is None else x.stride(0)
-
-
-def places_of(page_size: int) -> str:
-    """The argument that says where in the caches sequences lie: in pages, or each in a row."""
-    return "block_table" if page_size else "cache_batch_idx"
 
 
 def exact(spec: AttentionSpec) -> bool:

@@ -9,14 +9,27 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...cache import FP8, FP8_MAX, CachedCall
-from ...spec import AttentionSpec
-from ..launcher import KernelCall
-from .decode import page_of_keys
-from .launch import call_of, places_of, rows_apart, strides
+from ..cache import FP8, FP8_MAX, CachedCall
+from ..spec import AttentionSpec
+from .launcher import KernelCall, call_of, rows_apart, strides
 
 OPTIONS = {"num_warps": 2, "num_stages": 1, "enable_fp_fusion": True}
 HEADS = 8  # of one program: 16 bytes for each of its threads at D 128
+
+
+@triton.jit
+def page_of_keys(places_ptr, key, n_keys, batch, stride_pb, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The row or page, int64, of the keys key ... key + TILE_N of a sequence; each key's where pages are less."""
+    if PAGE_SIZE == 0:
+        page = batch
+        if places_ptr is not None:
+            page = tl.load(places_ptr + batch)
+    else:
+        table_ptr = places_ptr + batch * stride_pb
+        if PAGE_SIZE < TILE_N:
+            key += tl.arange(0, TILE_N)
+        page = tl.load(table_ptr + key // PAGE_SIZE, key < n_keys, 0)
+    return page.to(tl.int64)
 
 
 @triton.jit
@@ -150,6 +163,11 @@ def append_spec(call: CachedCall) -> AppendSpec | None:
 def queries_of(moving: dict[str, Any]) -> str:
     """The queries that attend: turned, where there is room for such."""
     return "q" if moving["turned"] is None else "turned"
+
+
+def places_of(page_size: int) -> str:
+    """The argument that says where in the caches sequences lie: in pages, or each in a row."""
+    return "block_table" if page_size else "cache_batch_idx"
 
 
 def append_call(spec: AppendSpec, moving: dict[str, Any]) -> KernelCall:

@@ -1,0 +1,128 @@
+"""Calls over a cache by the Hopper forward kernel: chunks of a prompt, whose queries are many."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...cache import LENGTHS, Arguments, CachedCall
+from ...spec import AttentionSpec
+from .. import Attend
+from ..append import AppendSpec, append_call, append_spec, places_of, queries_of
+from ..launcher import KernelCall, Launcher, Run, call_of, empty_out, prepared, results_of, rows_apart
+from . import compiling, config
+from .cached_schedule import AT_A_TIME, MOST_SEQUENCES, dealt, longest_first_kernel
+from .cached_schedule import OPTIONS as ONE_BLOCK
+from .forward import forward_kernel
+from .launch import OPTIONS, Box, Shares, Stored, boxes, describe, entries, programs_on, scalars, whole_tiles
+
+SWIZZLED = 64  # numbers of 16 bits of a row that lie together in shared memory, at most
+
+
+class CachedSpec(NamedTuple):
+    """What a prepared launch depends on. attention: of all sequences, its seqlen_k the cache's capacity."""
+
+    attention: AttentionSpec
+    page_size: int  # 0: not in pages
+    seqlen_new: int
+    rows: int  # of the cache, or pages
+
+
+MOVING = (*Arguments._fields, "end", "turned", "out", "lse")
+"""What a run takes: arguments, where keys end, turned queries and results."""
+
+
+class CachedForward(Launcher):
+    """`append_kernel` if keys are new, `longest_first_kernel` where sequences may differ, and `forward_kernel`."""
+
+    def prepare(self, spec: tuple[AppendSpec | None, CachedSpec], tensors: tuple) -> Run:
+        append, cached = spec
+        moving = dict(zip(MOVING, tensors, strict=True))
+        device = moving["q"].device
+        if isinstance(moving["cache_seqlens"], int):
+            moving["cache_seqlens"] = None  # what it says is in `end`
+        alike = moving["cache_seqlens"] is None and moving["cache_leftpad"] is None
+        table, in_order = schedule_of(cached.attention, alike, programs_on(device))
+        table = table.to(device)
+        moving["schedule"] = schedule = torch.empty_like(table) if in_order else table
+        before = [] if append is None else [append_call(append, moving)]
+        if in_order:
+            before.append(order_call(cached, moving, table))
+        write = prepared(device, *before)
+        with compiling.for_hopper(OPTIONS, forward=True) as options:
+            attend = prepared(device, forward_call(cached, moving, options))
+
+        def launch(*tensors: Tensor | int | None) -> None:
+            given = (*tensors, torch.empty_like(schedule) if in_order else schedule)
+            if before:
+                write(*given)
+            attend(*given)
+
+        return launch
+
+
+def schedule_of(spec: AttentionSpec, alike: bool, programs: int) -> tuple[Tensor, bool]:
+    """`entries`, and whether they are of sequences in the order of their lengths, which are not known here."""
+    tiles = config.choose(spec)
+    lists = whole_tiles(spec, tiles, programs)
+    in_order = not alike and 1 < spec.batch <= MOST_SEQUENCES and max(map(len, lists)) > 1
+    if in_order:
+        lists = dealt(spec, tiles, programs)
+    return entries(Shares(lists, [[] for _ in lists])), in_order
+
+
+def order_call(spec: CachedSpec, moving: dict[str, Any], table: Tensor) -> KernelCall:
+    """`longest_first_kernel`, from lengths to the schedule."""
+    of = spec.attention
+    heads = of.heads_q // config.heads_per_tile(of, config.choose(of))
+    names = "cache_seqlens", "cache_leftpad", "end", "schedule"
+    others = table, of.batch, heads, table.shape[1], triton.next_power_of_2(of.batch), AT_A_TIME
+    return call_of(longest_first_kernel, len(table), moving, names, others, ONE_BLOCK)
+
+
+def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, Any]) -> KernelCall:
+    """`forward_kernel`, from queries and the cache to out and lse."""
+    of, places, schedule = spec.attention, places_of(spec.page_size), moving["schedule"]
+    tiles = config.choose(of)
+    described = queries_of(moving), "k_cache", "v_cache", "out"
+    names = *described, "lse", "pieces", "cache_seqlens", "cache_leftpad", places, "end", "schedule"
+    stored = Stored(rows_apart(moving[places]), spec.seqlen_new, spec.page_size)
+    boxes_of = zip(described, cached_boxes(of, tiles, spec.page_size), strict=True)
+    moving = moving | {name: describe(moving[name], box) for name, box in boxes_of} | {"pieces": None}
+    numbers = scalars(of, tiles, rounds=schedule.shape[1], stored=stored)
+    return call_of(forward_kernel, len(schedule), moving, names, numbers, options)
+
+
+def cached_boxes(spec: AttentionSpec, tiles: config.Tiles, page_size: int) -> tuple[Box, ...]:
+    """The blocks in which q, k, v and out are copied: of pages smaller than a block of keys a page each, as wide as
+    rows lie together."""
+    q, *of_keys, out = boxes(spec, tiles)
+    if 0 < page_size < tiles.tile_n:
+        of_keys = [(page_size, 1, min(dims, SWIZZLED)) for *_, dims in of_keys]
+    return q, *of_keys, out
+
+
+CACHED = CachedForward()
+
+
+def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
+    """attend(given) for arguments like those of this call, by Algorithm 1 of FlashAttention-3; keys are not split."""
+    of, given, cache, seqlen_new = call.spec, call.given, call.cache, call.seqlen_new
+    out_like, lse_like = results_of(of, given.q.device)
+    turned_like = torch.empty_like(given.q, memory_format=torch.contiguous_format) if call.rotary_dims else None
+    spec = append_spec(call), CachedSpec(of, cache.page_size, seqlen_new, len(cache.k))
+    run = CACHED.run_for(spec, (*given, of.seqlen_k, turned_like), (out_like, lse_like))
+    empty_out(out_like, lse_like, turned_like)
+
+    def attend(given: tuple) -> tuple[Tensor, Tensor | None]:
+        lengths = given[LENGTHS]
+        end = lengths + seqlen_new if isinstance(lengths, int) else of.seqlen_k
+        turned = None if turned_like is None else torch.empty_like(turned_like)
+        out, lse = torch.empty_like(out_like), torch.empty_like(lse_like)
+        run(*given, end, turned, out, lse)
+        return out, lse
+
+    return attend

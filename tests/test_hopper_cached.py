@@ -1,0 +1,235 @@
+"""The Hopper forward kernel over a cache: lengths, rows, pages, what lies past an end. On a CPU by `gluon_on_cpu`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import gluon_on_cpu
+import pytest
+import torch
+from aot import cached_call
+from cases import BF16, HALF, spec
+from torch import Tensor
+
+from flashtile import flash_attn_with_kvcache
+from flashtile.backends import hopper
+from flashtile.backends.hopper import cached_launch, config
+from flashtile.backends.hopper.cached_launch import CachedSpec
+from flashtile.backends.launcher import prepared
+from flashtile.cache import FP8
+from flashtile.spec import AttentionSpec
+from flashtile.testing import Inputs, Result, errors
+
+CAPACITY = 768
+LAYOUTS = {"in one piece": 0, "rows": 0, "left-padded": 0} | {f"pages of {n}": n for n in (8, 16, 64, 128, 256)}
+"""How the keys of sequences lie in a cache: how many a page has."""
+CASES = {
+    "D 128": spec((130, CAPACITY), (2, 1), (128, 128), BF16, right=0),
+    "D 64, two warpgroups": spec((130, CAPACITY), (2, 1), (64, 64), BF16, right=0),
+    "D 64, three warpgroups": spec((1030, CAPACITY), (1, 1), (64, 64), BF16, right=0),
+    "no mask": spec((130, CAPACITY), (2, 2), (64, 64), BF16),
+    "window": spec((150, CAPACITY), (2, 1), (64, 64), BF16, left=200, right=30),
+    "softcap": spec((130, CAPACITY), (2, 1), (64, 64), HALF, softcap=4.0),
+    "packed": spec((20, CAPACITY), (8, 2), (64, 64), BF16, right=0),
+    "D 96, Dv 80": spec((130, CAPACITY), (1, 1), (96, 80), BF16, right=0),
+    "D 192, Dv 128": spec((130, CAPACITY), (1, 1), (192, 128), BF16, right=0),
+    "D 192": spec((130, CAPACITY), (1, 1), (192, 192), BF16, right=0),
+    "D 256": spec((130, CAPACITY), (2, 1), (256, 256), BF16, right=0),
+}
+LENGTHS = {"full": CAPACITY, "alike": 517, "of each": (CAPACITY, 0, 5), "of each, a block's end": (300, 384, 15)}
+PAIRS = [(name, layout, "of each") for name in CASES for layout in LAYOUTS] + [
+    ("D 128", layout, lengths) for layout in ("in one piece", "left-padded", "pages of 16", "pages of 256")
+    for lengths in LENGTHS if lengths != "of each"
+]  # fmt: skip
+
+
+class Problem:
+    """Queries over a cache that has no numbers but where keys are. places: (B, capacity), of each sequence's tokens
+    among all; settings: what says where they are."""
+
+    def __init__(self, name: str, layout: str, lengths: str) -> None:
+        torch.manual_seed(0)
+        self.lengths = LENGTHS[lengths]
+        self.alike = isinstance(self.lengths, int)
+        self.ends = torch.full((2,), self.lengths) if self.alike else torch.tensor(self.lengths)
+        self.case = case = replace(CASES[name], batch=len(self.ends))
+        self.settings: dict[str, Tensor] = {}
+        shape = case.batch, CAPACITY
+        self.page_size = page_size = LAYOUTS[layout]
+        if page_size:
+            pages = CAPACITY // page_size
+            shape = case.batch * pages + 3, page_size
+            table = torch.randperm(shape[0])[: case.batch * pages].view(case.batch, pages)
+            self.places = (table[:, :, None] * page_size + torch.arange(page_size)).flatten(1)
+            unused = torch.arange(pages) >= -(-self.ends[:, None] // page_size)
+            self.settings["block_table"] = torch.where(unused, 1 << 30, table).int()
+        else:
+            rows = torch.arange(case.batch)
+            if layout == "rows":
+                shape = case.batch + 2, CAPACITY
+                rows = torch.randperm(shape[0])[: case.batch]
+                self.settings["cache_batch_idx"] = rows.int()
+            self.places = rows[:, None] * CAPACITY + torch.arange(CAPACITY)
+        if layout == "left-padded":
+            self.settings["cache_leftpad"] = (self.ends // 3).int()
+        self.q = torch.randn(case.batch, case.seqlen_q, case.heads_q, case.head_dim).to(case.dtype)
+        self.k, self.v = (self.cache(shape, dim) for dim in (case.head_dim, case.head_dim_v))
+
+    def cache(self, shape: tuple[int, int], dim: int) -> Tensor:
+        x = torch.full((shape[0] * shape[1], self.case.heads_k, dim), math.nan, dtype=self.case.dtype)
+        for places, end in zip(self.places, self.ends.tolist(), strict=True):
+            x[places[:end]] = torch.randn(end, self.case.heads_k, dim).to(x.dtype)
+        return x.view(*shape, self.case.heads_k, dim)
+
+    def wrong(self, out: Tensor, lse: Tensor) -> list[str]:
+        """What is not right, of each sequence by itself."""
+        firsts = self.settings.get("cache_leftpad", torch.zeros_like(self.ends)).tolist()
+        found = []
+        for b, (first, end) in enumerate(zip(firsts, self.ends.tolist(), strict=True)):
+            at, of = self.places[b, first:end], slice(b, b + 1)
+            k, v = (x.flatten(0, 1)[at][None] for x in (self.k, self.v))
+            inputs = Inputs(self.q[of], k, v, torch.zeros_like(out[of]), torch.zeros_like(lse[of]))
+            alone = replace(self.case, batch=1, seqlen_k=end - first)
+            found += [f"{b}: {e}" for e in errors(alone, inputs, Result(out[of], lse[of])) if not e.ok]
+        return found
+
+
+def heads_of(case: AttentionSpec) -> int:
+    """Of a sequence, in tiles."""
+    return case.heads_q // config.heads_per_tile(case, config.choose(case))
+
+
+def of_sequences(table: Tensor, problem: Problem) -> Tensor:
+    """What `longest_first_kernel` makes of a schedule."""
+    heads = heads_of(problem.case)
+    keys = problem.ends - problem.settings.get("cache_leftpad", 0)
+    order = keys.sort(descending=True, stable=True).indices
+    found = table.clone()
+    for row, entries in zip(found, table.tolist(), strict=True):
+        for i in range(1, 1 + entries[0]):
+            head, m_block = entries[i] >> 32, entries[i] & 0xFFFFFFFF
+            row[i] = int(order[head // heads] * heads + head % heads) << 32 | m_block
+    return found
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layout", ["in one piece", "left-padded"])
+@pytest.mark.parametrize("batch", [2, 5, 32, 100])
+def test_tiles_dealt_by_length_are_those_of_sequences(batch, layout):
+    """Some sequences are as long as others."""
+    problem = Problem("packed", layout, "of each")
+    problem.case = case = replace(problem.case, batch=batch)
+    problem.ends = torch.randint(0, 40, (batch,))
+    moving = {"cache_seqlens": problem.ends.int(), "cache_leftpad": None, "end": CAPACITY}
+    if layout == "left-padded":
+        problem.settings["cache_leftpad"] = moving["cache_leftpad"] = (problem.ends // 3).int()
+    table, in_order = cached_launch.schedule_of(case, False, 3)
+    assert in_order
+    assert sorted(x for row in table.tolist() for x in row[1 : 1 + row[0]]) == [
+        head << 32 for head in range(batch * heads_of(case))
+    ]
+    moving["schedule"] = found = torch.full_like(table, -1)
+    of = CachedSpec(case, 0, 0, batch)
+    prepared(found.device, cached_launch.order_call(of, moving, table))(*moving.values())
+    wanted = of_sequences(table, problem)
+    for row, mine in zip(wanted.tolist(), found.tolist(), strict=True):
+        assert mine[: 1 + row[0]] == row[: 1 + row[0]]
+
+
+@pytest.mark.parametrize(("name", "layout", "lengths"), PAIRS, ids=map("-".join, PAIRS))
+def test_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengths, monkeypatch):
+    """Three programs; where each sequence has its own length, the last key counts as new."""
+    problem = Problem(name, layout, lengths)
+    case, seqlen_new = problem.case, 0 if problem.alike else 1
+    out = torch.full((case.batch, case.seqlen_q, case.heads_q, case.head_dim_v), math.nan, dtype=case.dtype)
+    lse = torch.full((case.batch, case.heads_q, case.seqlen_q), math.nan)
+    given = {"q": problem.q, "k_cache": problem.k, "v_cache": problem.v, "out": out, "lse": lse, "end": CAPACITY}
+    if problem.alike:
+        given["end"] = problem.lengths
+    else:
+        given["cache_seqlens"] = (problem.ends - seqlen_new).int()
+    table, in_order = cached_launch.schedule_of(case, problem.alike and layout != "left-padded", 3)
+    given["schedule"] = of_sequences(table, problem) if in_order else table
+    moving = dict.fromkeys(cached_launch.MOVING) | given | problem.settings
+    monkeypatch.setattr(cached_launch, "describe", lambda x, box: gluon_on_cpu.Descriptor(x, [1, *box]))
+    of = CachedSpec(case, problem.page_size, seqlen_new, len(problem.k))
+    call = cached_launch.forward_call(of, moving, {})
+    arguments = (gluon_on_cpu.Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in call.arguments)
+    gluon_on_cpu.run(gluon_on_cpu.load("forward").forward_kernel, call.grid, tuple(arguments))
+    assert problem.wrong(out, lse) == []
+
+
+ON_A_GPU = [pair for pair in PAIRS if pair[0] == "D 128" or pair[1] in ("left-padded", "pages of 16")]
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize(("name", "layout", "lengths"), ON_A_GPU, ids=map("-".join, ON_A_GPU))
+def test_so_it_is_on_a_gpu(name, layout, lengths):
+    problem = Problem(name, layout, lengths)
+    ends = problem.lengths if problem.alike else problem.ends.int().cuda()
+    settings = {key: x.cuda() for key, x in problem.settings.items()} | {"cache_seqlens": ends}
+    settings |= {"window_size": (problem.case.window_left, problem.case.window_right), "softcap": problem.case.softcap}
+    inputs = (x.cuda() for x in (problem.q, problem.k, problem.v))
+    out, lse = flash_attn_with_kvcache(*inputs, **settings, backend="hopper", return_softmax_lse=True)
+    assert problem.wrong(out.cpu(), lse.cpu()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("layout", ["left-padded", "pages of 16"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_new_keys_are_in_the_cache_and_turned_before_they_are_seen(layout, interleaved):
+    """As by the portable kernels, twice: the second time nothing is looked up again."""
+    problem = Problem("D 128", layout, "of each, a block's end")
+    case, seqlen_new = problem.case, 100
+    new = [torch.randn(case.batch, seqlen_new, case.heads_k, 128, dtype=case.dtype, device="cuda") for _ in "kv"]
+    angles = torch.rand(CAPACITY + case.seqlen_q, 32, device="cuda")
+    tables = {"rotary_cos": angles.cos().to(case.dtype), "rotary_sin": angles.sin().to(case.dtype)}
+    settings = {key: x.cuda() for key, x in problem.settings.items()} | tables
+    settings |= {"cache_seqlens": problem.ends.int().cuda(), "rotary_interleaved": interleaved, "causal": True}
+    if "block_table" in settings:  # pages for the new ones, too
+        pages = torch.arange(settings["block_table"].numel(), device="cuda").view_as(settings["block_table"])
+        settings["block_table"] = pages.int()
+    found = {}
+    for backend in ("hopper", "triton"):
+        k, v = (x.nan_to_num(0.0).cuda() for x in (problem.k, problem.v))
+        for _ in range(2):
+            results = flash_attn_with_kvcache(
+                problem.q.cuda(), k, v, *new, **settings, backend=backend, return_softmax_lse=True
+            )
+        found[backend] = (*results, k, v)
+    for ours, theirs, tolerance in zip(found["hopper"], found["triton"], (2e-2, 1e-4, 0, 0), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "heads", "num_splits", "taken"),
+    [
+        (1, 1024, (32, 8), 0, True), (1, 128, (32, 8), 0, True), (1, 64, (32, 8), 0, False), (2, 64, (32, 8), 0, True),
+        (8, 8, (32, 8), 0, True), (4, 8, (32, 8), 0, False), (64, 4, (32, 8), 0, False), (1, 1024, (32, 8), 1, True),
+        (1, 1024, (32, 8), 4, False), (64, 1, (32, 1), 0, True), (16, 1, (32, 1), 0, False),
+    ],
+)  # fmt: skip
+def test_queries_that_are_few_are_left_to_programs_that_share_keys(
+    batch, seqlen_q, heads, num_splits, taken, monkeypatch
+):
+    monkeypatch.setattr(hopper, "programs_on", lambda _: 132)
+    case = spec((seqlen_q, 8192), heads, (128, 128), BF16, batch=batch, right=0)
+    call = cached_call(case, BF16, page_size=16)
+    assert (hopper.passes_on_cached(call, num_splits) is None) == taken
+
+
+NOT_TAKEN = {
+    "pages of 4": (4, BF16, False),
+    "float8": (16, FP8, False),
+    "ALiBi": (16, BF16, True),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_a_cache_that_it_cannot_read_is_left_to_others(name):
+    page_size, stored, terms = NOT_TAKEN[name]
+    call = cached_call(spec((1024, 8192), (32, 8), (128, 128), BF16, right=0), stored, page_size, terms)
+    assert hopper.passes_over(call) is not None
