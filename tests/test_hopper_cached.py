@@ -189,6 +189,7 @@ def test_new_keys_are_in_the_cache_and_turned_before_they_are_seen(layout, inter
     tables = {"rotary_cos": angles.cos().to(case.dtype), "rotary_sin": angles.sin().to(case.dtype)}
     settings = {key: x.cuda() for key, x in problem.settings.items()} | tables
     settings |= {"cache_seqlens": problem.ends.int().cuda(), "rotary_interleaved": interleaved, "causal": True}
+    settings["sinks"] = torch.tensor([1.0, -math.inf], device="cuda") if interleaved else None
     if "block_table" in settings:  # pages for the new ones, too
         pages = torch.arange(settings["block_table"].numel(), device="cuda").view_as(settings["block_table"])
         settings["block_table"] = pages.int()
@@ -205,19 +206,22 @@ def test_new_keys_are_in_the_cache_and_turned_before_they_are_seen(layout, inter
 
 
 @pytest.mark.parametrize(
-    ("batch", "seqlen_q", "heads", "num_splits", "taken"),
+    ("batch", "seqlen_q", "heads", "lengths", "num_splits", "taken"),
     [
-        (1, 1024, (32, 8), 0, True), (1, 128, (32, 8), 0, True), (1, 64, (32, 8), 0, False), (2, 64, (32, 8), 0, True),
-        (8, 8, (32, 8), 0, True), (4, 8, (32, 8), 0, False), (64, 4, (32, 8), 0, False), (1, 1024, (32, 8), 1, True),
-        (1, 1024, (32, 8), 4, False), (64, 1, (32, 1), 0, True), (16, 1, (32, 1), 0, False),
+        (1, 1024, (32, 8), True, 0, True), (1, 128, (32, 8), True, 0, True), (1, 64, (32, 8), True, 0, False),
+        (8, 16, (32, 8), False, 0, True), (8, 16, (32, 8), True, 0, False), (16, 16, (32, 8), True, 0, True),
+        (64, 8, (32, 8), True, 0, False), (128, 1, (32, 1), False, 0, False), (128, 1, (64, 1), False, 0, True),
+        (1, 1024, (32, 8), True, 1, True), (1, 1024, (32, 8), True, 4, False),
     ],
 )  # fmt: skip
 def test_queries_that_are_few_are_left_to_programs_that_share_keys(
-    batch, seqlen_q, heads, num_splits, taken, monkeypatch
+    batch, seqlen_q, heads, lengths, num_splits, taken, monkeypatch
 ):
     monkeypatch.setattr(hopper, "programs_on", lambda _: 132)
     case = spec((seqlen_q, 8192), heads, (128, 128), BF16, batch=batch, right=0)
     call = cached_call(case, BF16, page_size=16)
+    if not lengths:
+        call = call._replace(given=call.given._replace(cache_seqlens=None))
     assert (hopper.passes_on_cached(call, num_splits) is None) == taken
 
 

@@ -46,10 +46,12 @@ __all__ = [
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
-# Of a call over a cache: 64 rows of a key head for each multiprocessor, from which on tiles over all keys are faster
-# than keys split among programs; where rows are few, as reading keys takes longer than to compute, more. Up to 16 rows
-# they never are.
-FEWEST_ROWS, FEW_ROWS, ENOUGH, ENOUGH_OF_FEW = 16, 32, 0.27, 0.45
+# Over a cache: up to so many rows of a key head reading keys takes longer than to compute. From so many tiles of 64
+# rows for each multiprocessor on, whole tiles are faster than keys split among programs (cached_chunks): 8 sequences of
+# 16 queries and 8k keys take 66.8 us for 88, one of 160 81 for 89, of 64 80 for 40. A long sequence among short ones
+# may have few of all tiles, so that more are asked for: 16 of 16 queries take 129 us for 169, or of unlike lengths 85
+# for 101, 8 of these 62 for 55.
+FEW_ROWS, ENOUGH, ENOUGH_OF_UNLIKE = 32, 0.45, 0.9
 LEAST_PAGE = 8  # rows, of which TMA can copy so many to where K and V lie swizzled
 # Its tanh is within 2.5e-7, near zero too: lse of larger caps would be less exact than float32 makes it.
 LARGEST_SOFTCAP = 64.0
@@ -95,8 +97,8 @@ def passes_over(call: CachedCall) -> str | None:
     cache, given = call.cache, call.given
     if cache.k.dtype != given.q.dtype:
         return f"it reads keys in the dtype of q, not {cache.k.dtype}"
-    if call.alibi_slopes is not None or call.sinks is not None:
-        return "it has no ALiBi slopes and no sinks"
+    if call.alibi_slopes is not None:
+        return "it has no ALiBi slopes"
     if 0 < cache.page_size < LEAST_PAGE:
         return f"TMA wants pages of {LEAST_PAGE} keys at least, not {cache.page_size}"
     return refusal(cache.k, cache.v) if call.rotary_dims else refusal(given.q, cache.k, cache.v)
@@ -107,8 +109,9 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
     spec, rows = call.spec, call.spec.seqlen_q * call.spec.group
     if num_splits > 1:
         return "it does not split keys"
-    enough = (ENOUGH if rows > FEW_ROWS else ENOUGH_OF_FEW) * programs_on(call.given.q.device)
-    if rows <= FEWEST_ROWS or spec.batch * spec.heads_k * -(-rows // 64) < enough:
+    alike = call.cache.alike or spec.batch == 1
+    enough = (ENOUGH if alike else ENOUGH_OF_UNLIKE) * programs_on(call.given.q.device)
+    if rows <= FEW_ROWS or spec.batch * spec.heads_k * -(-rows // 64) < enough:
         return f"{rows} rows for each of {spec.heads_k} key heads of {spec.batch} sequences are few for its tiles"
     return None
 

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from ...cache import LENGTHS, Arguments, CachedCall
+from ...merge import with_sinks
 from ...spec import AttentionSpec
 from .. import Attend
 from ..append import AppendSpec, append_call, append_spec, places_of, queries_of
@@ -19,6 +20,7 @@ from .cached_schedule import OPTIONS as ONE_BLOCK
 from .forward import forward_kernel
 from .launch import OPTIONS, Box, Shares, Stored, boxes, describe, entries, programs_on, scalars, whole_tiles
 
+SINKS = Arguments._fields.index("sinks")
 SWIZZLED = 64  # numbers of 16 bits of a row that lie together in shared memory, at most
 
 
@@ -109,7 +111,8 @@ CACHED = CachedForward()
 
 
 def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
-    """attend(given) for arguments like those of this call, by Algorithm 1 of FlashAttention-3; keys are not split."""
+    """attend(given) for arguments like those of this call, by Algorithm 1 of FlashAttention-3; keys are not split.
+    Sinks come in behind it, by PyTorch."""
     of, given, cache, seqlen_new = call.spec, call.given, call.cache, call.seqlen_new
     out_like, lse_like = results_of(of, given.q.device)
     turned_like = torch.empty_like(given.q, memory_format=torch.contiguous_format) if call.rotary_dims else None
@@ -123,6 +126,6 @@ def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
         turned = None if turned_like is None else torch.empty_like(turned_like)
         out, lse = torch.empty_like(out_like), torch.empty_like(lse_like)
         run(*given, end, turned, out, lse)
-        return out, lse
+        return (out, lse) if given[SINKS] is None else with_sinks(out, lse, given[SINKS])
 
     return attend

@@ -245,6 +245,13 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   64,32,8,4096, 68.4 to 70.4 at 64,32,8,1024, as long at the 64 lengths. In pages of 64 128 keys on 8 warps take 281.4
 #   us at 8,32,8,32768, on 4 306.2 at 64,32,8,4096, where what is best of many takes 244.4, and 32 keys 243.3 to 247.7
 #   (decode_tiles_in_lines, decode_tiles_of_few_warps in hopper-runs-h200.json).
+# - 64 rows, 8192 keys (decode_tiles_of_64_rows): 64 keys on 4 warps, 2 stages, 2 programs, at 16, 64 and 1024 queries
+#   of one sequence, against 8 warps, 4 to 6 stages, 1 program: (2, 128) 18.8, 39.9 and 467 us for 21.9, 63.2 and 842,
+#   by triton 3.9 19.0, 41.7 and 495 for 23.3, 68.5 and 950; (2, 64) 12.0, 28.7 and 375 for 17.5, 52.1 and 756. At D 128
+#   they spill up to 24 bytes by triton 3.6, up to 120 by 3.9; six others, most of which do not, take 18.2 to 28.8, 46.1
+#   to 80.9 and 594 to 1130. 8 and 64 sequences of 16 queries 88.0 and 574, with three stages 110 and 710. (1, 128) 128
+#   keys on 8 warps, 2 stages 23.3, 67.5 and 1004 for 25.4, 77.1 and 1075; as (2, 128) 20.0, 48.9 and 612, but they
+#   spill 40 to 88 bytes, and by 3.9, by which they were not timed, 232 to 264.
 # All else is reasoned as above, and not measured.
 def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] = (), **others: DecodeTiles) -> Loads:
     """Those of a cache in 16 bits, from a block's keys: some loads have the tiles of many or of two, or others."""
@@ -266,15 +273,15 @@ SM_90 = _table({
             "two": DecodeTiles(128, 4, 3, 2, 1, whole=True), "three": DecodeTiles(128, 4, 3, 3, 1, whole=True),
             "four": DecodeTiles(64, 2, 3, 4, 1, whole=True),
         },
-        DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(64, 8, 5, 1, 4),
+        DecodeTiles(64, 8, 6, 1, 4), DecodeTiles(128, 8, 2, 1, 1),
     ),
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (
         _by_load(128, ("even",), one=DecodeTiles(256, 4, 3, 1, 1, whole=True)),
-        _by_load(128, ("scattered", "even"), ("three", "eight")), DecodeTiles(64, 8, 6, 1, 4),
+        _by_load(128, ("scattered", "even"), ("three", "eight")), DecodeTiles(64, 4, 2, 2, 1),
     ),
     (2, 128): (
-        _by_load(64), _by_load(64, ("scattered", "even"), ("three", "four", "eight")), DecodeTiles(64, 8, 4, 1, 4),
+        _by_load(64), _by_load(64, ("scattered", "even"), ("three", "four", "eight")), DecodeTiles(64, 4, 2, 2, 1),
     ),
     (2, 256): _by_load(32, ("scattered", "even"), ("three", "eight"),
                        **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
@@ -285,7 +292,7 @@ SM_90 = _table({
 
 # Not measured: tiles that neither spill nor exceed the shared memory (163 KiB, 99 KiB, 64 KiB, 64 KiB) when compiled
 # ahead of time.
-SM_80 = SM_90 | _table({
+SM_80 = SM_90 | {key: DecodeTiles(64, 8, 4, 1, 4) for key in SM_90 if key[:3] == (2, 128, ROWS[-1])} | _table({
     (4, 128): (DecodeTiles(32, 8, 2, 2, 8), DecodeTiles(32, 8, 2, 2, 8), DecodeTiles(16, 8, 2, 2, 8)),
 })  # fmt: skip
 SMALL = _table(
