@@ -1,4 +1,5 @@
-"""Decoding over a cache of keys: microseconds, and how near reading the cache comes to the GPU's own copy.
+"""Decoding over a cache of keys: microseconds, and how near reading the cache comes to the GPU's own copy; chunks of a
+prompt over one: TFLOP/s.
 
     python benchmarks/decode.py benchmarks/results/decode-h200.json --plot benchmarks/results/decode-h200.png
 
@@ -74,6 +75,17 @@ class Point:
         return torch.linspace(first, self.seqlen, self.batch).int()[order]
 
     @property
+    def is_chunk(self) -> bool:
+        """Whether queries are so many that computing takes longer than reading keys."""
+        return self.seqlen_q * self.heads_q // self.heads_k > 128
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations, of the keys that each query sees."""
+        pairs = self.seqlen_q * (self.lengths.double() - (self.seqlen_q - 1) / 2).sum().item()
+        return 4 * self.heads_q * self.dim * pairs
+
+    @property
     def cache_elements(self) -> int:
         return self.batch * self.seqlen * self.heads_k * self.dim
 
@@ -93,12 +105,16 @@ class Point:
 
 
 RAGGED, LARGE, MANY = Point(64, 32, 8, 65536, ragged=True), Point(8, 32, 8, 32768), Point(64, 32, 8, 4096)
+CHUNK, CHUNKS = Point(1, 32, 8, 8192, seqlen_q=1024), Point(16, 32, 8, 16384, ragged=True, seqlen_q=256)
 MULTI_QUERY = [Point(1, 32, 1, 512 << i) for i in range(8)]  # FlashAttention-2, figure 5, of one sequence
 POINTS = [
     Point(1, 32, 8, 131072), LARGE, MANY, RAGGED, Point(16, 32, 1, 16384), Point(1, 32, 8, 1024), *MULTI_QUERY,
     Point(16, 32, 8, 1024), Point(64, 32, 8, 1024), Point(128, 32, 8, 1024),
     *(replace(point, page_size=size) for point in (MANY, RAGGED) for size in (16, 256)),
     replace(LARGE, seqlen_q=4), *(replace(point, stored=torch.float8_e4m3fn) for point in (LARGE, RAGGED)),
+    *(replace(CHUNK, seqlen_q=n) for n in (16, 64, 256)), Point(16, 32, 8, 8192, seqlen_q=16),
+    *(replace(point, page_size=size) for point in (CHUNK, CHUNKS) for size in (0, 16)),
+    Point(1, 32, 8, 8192, seqlen_q=4096), Point(4, 32, 8, 32768, seqlen_q=512),
 ]  # fmt: skip
 
 
@@ -374,7 +390,7 @@ def measure(point: Point, caches: Caches, l2_bytes: int, rounds: int) -> list[di
             rows[name]["relative_error"], graphs[name] = checked(provider, steps)
         except Exception as failure:  # whatever another library raises is why it has no number
             rows[name]["reason"] = reason_of(failure)
-    if "flashtile" in graphs:
+    if "flashtile" in graphs and not point.is_chunk:
         graphs[NOT_MERGED] = captured(not_merged, steps)
     times: dict[str, list[float]] = {name: [] for name in graphs}
     counts = {name: replays(graph) for name, graph in graphs.items()}
@@ -384,6 +400,8 @@ def measure(point: Point, caches: Caches, l2_bytes: int, rounds: int) -> list[di
     for name in graphs.keys() & rows.keys():
         rows[name] |= {"us": (us := statistics.median(times[name])), "rounds_us": times[name]}
         rows[name]["gb_per_s"] = point.bytes_read / us / 1e3
+        if point.is_chunk:
+            rows[name]["tflops"] = point.operations / us / 1e6
     if NOT_MERGED in graphs:
         rows["flashtile"]["merge_us"] = rows["flashtile"]["us"] - statistics.median(times[NOT_MERGED])
     return list(rows.values())
@@ -413,7 +431,7 @@ def save_figure(document: dict[str, Any], path: Path) -> None:
     for row in document["rows"]:
         if row["us"] and row["point"] in lengths:
             lines[row["provider"]][lengths[row["point"]]] = row["us"]
-        if row["us"] and row["bytes_read"] >= BIG:
+        if row["us"] and row["bytes_read"] >= BIG and "tflops" not in row:
             bars[row["provider"]][row["point"]] = row["of_copy"]
     save_decoding(lines, bars, path, f"Decoding on one {document['device']['name']}, bfloat16, head dim {dim}")
 
@@ -436,6 +454,8 @@ def run(rounds: int, dim: int) -> dict[str, Any]:
             row["of_copy"] = row["gb_per_s"] * 1e9 / copy
             merge = f", merge {row['merge_us'] / row['us']:.1%}" if "merge_us" in row else ""
             speed = f"{row['us']:8.1f} us {row['gb_per_s']:5.0f} GB/s {row['of_copy']:.2f} of the copy"
+            if "tflops" in row:
+                speed = f"{row['us']:8.1f} us {row['tflops']:5.0f} TFLOP/s"
             typer.echo(f"{row['point']:34} {row['provider']:14} {speed}, error {row['relative_error']:.1e}{merge}")
         torch.cuda.empty_cache()  # of the graphs' memory
     for name, ratio in ratios(rows, points).items():
