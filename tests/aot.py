@@ -139,13 +139,13 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
 
 def compile_hopper_cached(case: AttentionSpec, page_size: int) -> tuple[Usage, object]:
     """Compiles what a call over a cache on Hopper would run, whose sequences have lengths of their own."""
-    from flashtile.backends.hopper import cached_launch
+    from flashtile.backends.hopper import cached_launch, cached_schedule
 
     call = cached_call(case, case.dtype, page_size)
     *_, out, lse = of_a_call(case)
     turned = torch.empty_like(call.given.q)
     moving = dict(zip(cached_launch.MOVING, (*call.given, case.seqlen_k, turned, out, lse), strict=True))
-    table, _ = cached_launch.schedule_of(case, False, 132)
+    table, _ = cached_schedule.schedule_of(case, False, 132)
     moving["schedule"] = empty(*table.shape, dtype=table.dtype)
     cached = cached_launch.CachedSpec(case, page_size, call.seqlen_new, len(call.given.k_cache))
     launched = cached_launch.forward_call(cached, moving, {})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile import flash_attn_with_kvcache
 from flashtile.backends import hopper
-from flashtile.backends.hopper import cached_launch, config
+from flashtile.backends.hopper import cached_launch, cached_schedule, config
 from flashtile.backends.hopper.cached_launch import CachedSpec
 from flashtile.backends.launcher import prepared
 from flashtile.cache import FP8
@@ -38,9 +38,10 @@ CASES = {
     "D 256": spec((130, CAPACITY), (2, 1), (256, 256), BF16, right=0),
 }
 LENGTHS = {"full": CAPACITY, "alike": 517, "of each": (CAPACITY, 0, 5), "of each, a block's end": (300, 384, 15)}
+LENGTHS["many"] = tuple(range(CAPACITY, 0, -19))  # more tiles than an H200 has multiprocessors
 PAIRS = [(name, layout, "of each") for name in CASES for layout in LAYOUTS] + [
     ("D 128", layout, lengths) for layout in ("in one piece", "left-padded", "pages of 16", "pages of 256")
-    for lengths in LENGTHS if lengths != "of each"
+    for lengths in LENGTHS if lengths not in ("of each", "many")
 ]  # fmt: skip
 
 
@@ -124,14 +125,13 @@ def test_tiles_dealt_by_length_are_those_of_sequences(batch, layout):
     moving = {"cache_seqlens": problem.ends.int(), "cache_leftpad": None, "end": CAPACITY}
     if layout == "left-padded":
         problem.settings["cache_leftpad"] = moving["cache_leftpad"] = (problem.ends // 3).int()
-    table, in_order = cached_launch.schedule_of(case, False, 3)
+    table, in_order = cached_schedule.schedule_of(case, False, 3)
     assert in_order
     assert sorted(x for row in table.tolist() for x in row[1 : 1 + row[0]]) == [
         head << 32 for head in range(batch * heads_of(case))
     ]
     moving["schedule"] = found = torch.full_like(table, -1)
-    of = CachedSpec(case, 0, 0, batch)
-    prepared(found.device, cached_launch.order_call(of, moving, table))(*moving.values())
+    prepared(found.device, cached_schedule.order_call(case, moving, table))(*moving.values())
     wanted = of_sequences(table, problem)
     for row, mine in zip(wanted.tolist(), found.tolist(), strict=True):
         assert mine[: 1 + row[0]] == row[: 1 + row[0]]
@@ -149,7 +149,7 @@ def test_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengt
         given["end"] = problem.lengths
     else:
         given["cache_seqlens"] = (problem.ends - seqlen_new).int()
-    table, in_order = cached_launch.schedule_of(case, problem.alike and layout != "left-padded", 3)
+    table, in_order = cached_schedule.schedule_of(case, problem.alike and layout != "left-padded", 3)
     given["schedule"] = of_sequences(table, problem) if in_order else table
     moving = dict.fromkeys(cached_launch.MOVING) | given | problem.settings
     monkeypatch.setattr(cached_launch, "describe", lambda x, box: gluon_on_cpu.Descriptor(x, [1, *box]))
@@ -161,6 +161,7 @@ def test_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengt
 
 
 ON_A_GPU = [pair for pair in PAIRS if pair[0] == "D 128" or pair[1] in ("left-padded", "pages of 16")]
+ON_A_GPU += [("D 128", layout, "many") for layout in ("left-padded", "pages of 16")]
 
 
 @pytest.mark.gpu

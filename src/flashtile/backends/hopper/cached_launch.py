@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...cache import LENGTHS, Arguments, CachedCall
@@ -15,10 +14,9 @@ from .. import Attend
 from ..append import AppendSpec, append_call, append_spec, places_of, queries_of
 from ..launcher import KernelCall, Launcher, Run, call_of, empty_out, prepared, results_of, rows_apart
 from . import compiling, config
-from .cached_schedule import AT_A_TIME, MOST_SEQUENCES, dealt, longest_first_kernel
-from .cached_schedule import OPTIONS as ONE_BLOCK
+from .cached_schedule import order_call, schedule_of
 from .forward import forward_kernel
-from .launch import OPTIONS, Box, Shares, Stored, boxes, describe, entries, programs_on, scalars, whole_tiles
+from .launch import OPTIONS, Box, Stored, boxes, describe, programs_on, scalars
 
 SINKS = Arguments._fields.index("sinks")
 SWIZZLED = 64  # numbers of 16 bits of a row that lie together in shared memory, at most
@@ -52,7 +50,7 @@ class CachedForward(Launcher):
         moving["schedule"] = schedule = torch.empty_like(table) if in_order else table
         before = [] if append is None else [append_call(append, moving)]
         if in_order:
-            before.append(order_call(cached, moving, table))
+            before.append(order_call(cached.attention, moving, table))
         write = prepared(device, *before)
         with compiling.for_hopper(OPTIONS, forward=True) as options:
             attend = prepared(device, forward_call(cached, moving, options))
@@ -64,25 +62,6 @@ class CachedForward(Launcher):
             attend(*given)
 
         return launch
-
-
-def schedule_of(spec: AttentionSpec, alike: bool, programs: int) -> tuple[Tensor, bool]:
-    """`entries`, and whether they are of sequences in the order of their lengths, which are not known here."""
-    tiles = config.choose(spec)
-    lists = whole_tiles(spec, tiles, programs)
-    in_order = not alike and 1 < spec.batch <= MOST_SEQUENCES and max(map(len, lists)) > 1
-    if in_order:
-        lists = dealt(spec, tiles, programs)
-    return entries(Shares(lists, [[] for _ in lists])), in_order
-
-
-def order_call(spec: CachedSpec, moving: dict[str, Any], table: Tensor) -> KernelCall:
-    """`longest_first_kernel`, from lengths to the schedule."""
-    of = spec.attention
-    heads = of.heads_q // config.heads_per_tile(of, config.choose(of))
-    names = "cache_seqlens", "cache_leftpad", "end", "schedule"
-    others = table, of.batch, heads, table.shape[1], triton.next_power_of_2(of.batch), AT_A_TIME
-    return call_of(longest_first_kernel, len(table), moving, names, others, ONE_BLOCK)
 
 
 def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, Any]) -> KernelCall:

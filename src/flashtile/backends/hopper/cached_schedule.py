@@ -7,11 +7,16 @@ kernel ahead of the forward pass finds out which sequence has which place in tha
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ...spec import AttentionSpec
+from ..launcher import KernelCall, call_of
 from . import config
+from .launch import Shares, entries, whole_tiles
 from .schedule import Tile
 
 MOST_SEQUENCES = 128  # each is compared with all others
@@ -19,16 +24,24 @@ OPTIONS = {"num_warps": 8, "num_stages": 1}
 AT_A_TIME = 16  # entries of the schedule
 
 
+def schedule_of(spec: AttentionSpec, alike: bool, programs: int) -> tuple[Tensor, bool]:
+    """`entries`, and whether they are of sequences in the order of their lengths, which is to be found."""
+    tiles = config.choose(spec)
+    lists = whole_tiles(spec, tiles, programs)
+    in_order = not alike and 1 < spec.batch <= MOST_SEQUENCES and max(map(len, lists)) > 1
+    if in_order:
+        lists = dealt(spec, tiles, programs)
+    return entries(Shares(lists, [[] for _ in lists])), in_order
+
+
 def dealt(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> list[list[Tile]]:
     """The tiles of every program; in place of a sequence, its place in the order of lengths."""
     pack = config.heads_per_tile(spec, tiles)
-    heads, m_blocks = spec.heads_q // pack, -(-spec.seqlen_q * pack // tiles.rows)
+    heads_k, group, m_blocks = spec.batch * spec.heads_k, spec.group // pack, -(-spec.seqlen_q * pack // tiles.rows)
     in_order = [
-        (head_k * (spec.group // pack) + i, m_block)
-        for head_k in range(spec.batch * spec.heads_k) for m_block in reversed(range(m_blocks))
-        for i in range(spec.group // pack)
+        (head_k * group + i, m_block)
+        for head_k in range(heads_k) for m_block in reversed(range(m_blocks)) for i in range(group)
     ]  # fmt: skip
-    assert len(in_order) == spec.batch * heads * m_blocks
     programs = min(programs, len(in_order))
     rounds = [in_order[first : first + programs] for first in range(0, len(in_order), programs)]
     lists: list[list[Tile]] = [[] for _ in range(programs)]
@@ -65,3 +78,11 @@ def longest_first_kernel(
         found = tl.sum(tl.where((head // heads)[:, None] == rank[None, :], sequence[None, :], 0), 1)
         of_sequence = ((found * heads + head % heads).to(tl.int64) << 32) | (entry & 0xFFFFFFFF)
         tl.store(schedule_ptr + at, tl.where(number == 0, entry, of_sequence), number < rounds)
+
+
+def order_call(spec: AttentionSpec, moving: dict[str, Any], table: Tensor) -> KernelCall:
+    """`longest_first_kernel`, from lengths and the table of what is dealt out to the schedule."""
+    heads = spec.heads_q // config.heads_per_tile(spec, config.choose(spec))
+    names = "cache_seqlens", "cache_leftpad", "end", "schedule"
+    others = table, spec.batch, heads, table.shape[1], triton.next_power_of_2(spec.batch), AT_A_TIME
+    return call_of(longest_first_kernel, len(table), moving, names, others, OPTIONS)
