@@ -212,7 +212,7 @@ def test_new_keys_are_in_the_cache_and_turned_before_they_are_seen(layout, inter
         (1, 1024, (32, 8), True, 0, True), (1, 128, (32, 8), True, 0, True), (1, 64, (32, 8), True, 0, False),
         (8, 16, (32, 8), False, 0, True), (8, 16, (32, 8), True, 0, False), (16, 16, (32, 8), True, 0, True),
         (64, 8, (32, 8), True, 0, False), (128, 1, (32, 1), False, 0, False), (128, 1, (64, 1), False, 0, True),
-        (1, 1024, (32, 8), True, 1, True), (1, 1024, (32, 8), True, 4, False),
+        (1, 1024, (32, 8), True, 1, False), (1, 1024, (32, 8), True, 4, False),
     ],
 )  # fmt: skip
 def test_queries_that_are_few_are_left_to_programs_that_share_keys(

@@ -174,7 +174,7 @@ def flash_attn_with_kvcache(
             behind scale and soft cap.
         num_splits: 1: on a GPU one program has all keys of a sequence and key head, and no result depends on the other
             sequences. n, up to 128: n programs for each of those share the keys of all, evenly. 0: as many programs
-            as the GPU has room for share them.
+            as the GPU has room for share them, or on Hopper, if queries are many, the forward pass has all.
         return_softmax_lse: returns (out, lse).
         sinks: (Hq,), float32 or the dtype of q: a logit of each head that is in every softmax and has no value, so
             that P = exp(scores) / (exp(sink) + sum exp(scores)). lse counts it.

@@ -107,8 +107,8 @@ def passes_over(call: CachedCall) -> str | None:
 def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
     """Why it leaves a call over a cache that it could take to the next backend."""
     spec, rows = call.spec, call.spec.seqlen_q * call.spec.group
-    if num_splits > 1:
-        return "it does not split keys"
+    if num_splits:
+        return "it does not split keys, and how a tile is computed may depend on those before it"
     alike = call.cache.alike or spec.batch == 1
     enough = (ENOUGH if alike else ENOUGH_OF_UNLIKE) * programs_on(call.given.q.device)
     if rows <= FEW_ROWS or spec.batch * spec.heads_k * -(-rows // 64) < enough:
