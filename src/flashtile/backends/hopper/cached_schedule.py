@@ -25,13 +25,12 @@ AT_A_TIME = 16  # entries of the schedule
 
 
 def schedule_of(spec: AttentionSpec, alike: bool, programs: int) -> tuple[Tensor, bool]:
-    """`entries`, and whether they are of sequences in the order of their lengths, which is to be found."""
+    """`entries`, and whether they are of sequences in the order of their lengths, which is to be found. Where no
+    program has two tiles any order will do."""
     tiles = config.choose(spec)
-    lists = whole_tiles(spec, tiles, programs)
-    in_order = not alike and 1 < spec.batch <= MOST_SEQUENCES and max(map(len, lists)) > 1
-    if in_order:
-        lists = dealt(spec, tiles, programs)
-    return entries(Shares(lists, [[] for _ in lists])), in_order
+    in_order = not alike and 1 < spec.batch <= MOST_SEQUENCES
+    lists = (dealt if in_order else whole_tiles)(spec, tiles, programs)
+    return entries(Shares(lists, [[] for _ in lists])), in_order and max(map(len, lists)) > 1
 
 
 def dealt(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> list[list[Tile]]:
