@@ -112,9 +112,9 @@ POINTS = [
     Point(16, 32, 8, 1024), Point(64, 32, 8, 1024), Point(128, 32, 8, 1024),
     *(replace(point, page_size=size) for point in (MANY, RAGGED) for size in (16, 256)),
     replace(LARGE, seqlen_q=4), *(replace(point, stored=torch.float8_e4m3fn) for point in (LARGE, RAGGED)),
-    *(replace(CHUNK, seqlen_q=n) for n in (16, 64, 256)), Point(16, 32, 8, 8192, seqlen_q=16),
+    *(replace(CHUNK, seqlen_q=n) for n in (16, 64, 256, 4096)), replace(CHUNK, batch=16, seqlen_q=16),
     *(replace(point, page_size=size) for point in (CHUNK, CHUNKS) for size in (0, 16)),
-    Point(1, 32, 8, 8192, seqlen_q=4096), Point(4, 32, 8, 32768, seqlen_q=512),
+    Point(4, 32, 8, 32768, seqlen_q=512),
 ]  # fmt: skip
 
 

@@ -37,8 +37,10 @@ CASES = {
     "D 192": spec((130, CAPACITY), (1, 1), (192, 192), BF16, right=0),
     "D 256": spec((130, CAPACITY), (2, 1), (256, 256), BF16, right=0),
 }
-LENGTHS = {"full": CAPACITY, "alike": 517, "of each": (CAPACITY, 0, 5), "of each, a block's end": (300, 384, 15)}
-LENGTHS["many"] = tuple(range(CAPACITY, 0, -19))  # more tiles than an H200 has multiprocessors
+LENGTHS = {
+    "full": CAPACITY, "alike": 517, "of each": (CAPACITY, 0, 5), "of each, a block's end": (300, 384, 15),
+    "many": tuple(range(CAPACITY, 0, -19)),  # more tiles than an H200 has multiprocessors
+}  # fmt: skip
 PAIRS = [(name, layout, "of each") for name in CASES for layout in LAYOUTS] + [
     ("D 128", layout, lengths) for layout in ("in one piece", "left-padded", "pages of 16", "pages of 256")
     for lengths in LENGTHS if lengths not in ("of each", "many")
@@ -167,7 +169,7 @@ ON_A_GPU += [("D 128", layout, "many") for layout in ("left-padded", "pages of 1
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize(("name", "layout", "lengths"), ON_A_GPU, ids=map("-".join, ON_A_GPU))
-def test_so_it_is_on_a_gpu(name, layout, lengths):
+def test_on_a_gpu_too_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengths):
     problem = Problem(name, layout, lengths)
     ends = problem.lengths if problem.alike else problem.ends.int().cuda()
     settings = {key: x.cuda() for key, x in problem.settings.items()} | {"cache_seqlens": ends}

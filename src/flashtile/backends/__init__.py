@@ -15,7 +15,7 @@
     refusal(q, k, v)                                   -> None, or why it cannot read tensors that lie so (optional)
 
 out (B, Sq, Hq, Dv) and lse (B, Hq, Sq) are contiguous; dq, dk, dv are laid out as torch.empty_like(q), (k), (v).
-Backends never import each other; those that launch kernels share launcher.py.
+Backends never import each other; those that launch kernels share launcher.py, and append.py for new keys of a cache.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,7 @@ __all__ = [
 WORTHWHILE = 8e9
 # Over a cache: up to so many rows of a key head reading keys takes longer than to compute. From so many tiles of 64
 # rows for each multiprocessor on, whole tiles are faster than keys split among programs (cached_chunks): 8 sequences of
-# 16 queries and 8k keys take 66.8 us for 88, one of 160 81 for 89, of 64 80 for 40. A long sequence among short ones
+# 16 queries and 8k keys take 66.8 us for 89, one of 160 81 for 89, of 64 80 for 40. A long sequence among short ones
 # may have few of all tiles, so that more are asked for: 16 of 16 queries take 129 us for 169, or of unlike lengths 85
 # for 101, 8 of these 62 for 55.
 FEW_ROWS, ENOUGH, ENOUGH_OF_UNLIKE = 32, 0.45, 0.9

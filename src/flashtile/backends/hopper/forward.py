@@ -422,9 +422,7 @@ def compute_walk(
             if tail > 0:
                 o, l_new = add_tail(p, s_tail, o, m_new, l_new, v_ring, position - 1, p_layout)
         if p.keys.CACHED:
-            kept = here.seqlen_k - (end - 1) * p.TILE_N
-            if kept < p.TILE_N:
-                clear_past(v_ring, position, kept)
+            clear_past(v_ring, position, here.seqlen_k - (end - 1) * p.TILE_N)
         probs = pack(probs_new, out_desc.dtype)
         m = m_new
         l = l_new

@@ -126,10 +126,12 @@ def clear_rows(x, kept):
 
 @gluon.jit
 def clear_past(ring, position, kept):
-    """Consumer: the same of a slot, before its products. All warpgroups that read it write the same."""
+    """Consumer: the same of a slot, before its products, if it is not kept whole. All warpgroups that read it write the
+    same."""
     DIM: gl.constexpr = width_of_slot(ring)
-    ring.await_full(position)
-    for part in gl.static_range(parts_of(ring.width, DIM)):
-        clear_rows(ring.columns(position, part * ring.width, width_of(part, ring.width, DIM)), kept)
-    fence_async_shared()
-    barrier()
+    if kept < ring.box[1]:
+        ring.await_full(position)
+        for part in gl.static_range(parts_of(ring.width, DIM)):
+            clear_rows(ring.columns(position, part * ring.width, width_of(part, ring.width, DIM)), kept)
+        fence_async_shared()
+        barrier()

@@ -248,8 +248,8 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 # - 64 rows, 8192 keys (decode_tiles_of_64_rows): 64 keys on 4 warps, 2 stages, 2 programs, at 16, 64 and 1024 queries
 #   of one sequence, against 8 warps, 4 to 6 stages, 1 program: (2, 128) 18.8, 39.9 and 467 us for 21.9, 63.2 and 842,
 #   by triton 3.9 19.0, 41.7 and 495 for 23.3, 68.5 and 950; (2, 64) 12.0, 28.7 and 375 for 17.5, 52.1 and 756. At D 128
-#   they spill up to 24 bytes by triton 3.6, up to 120 by 3.9; six others, most of which do not, take 18.2 to 28.8, 46.1
-#   to 80.9 and 594 to 1130. 8 and 64 sequences of 16 queries 88.0 and 574, with three stages 110 and 710. (1, 128) 128
+#   they spill up to 24 bytes by triton 3.6, up to 120 by 3.9; seven others, shared out too, take 18.2 to 28.8, 46.1 to
+#   80.9 and 594 to 1130. 8 and 64 sequences of 16 queries 88.0 and 574, with three stages 110 and 710. (1, 128) 128
 #   keys on 8 warps, 2 stages 23.3, 67.5 and 1004 for 25.4, 77.1 and 1075; as (2, 128) 20.0, 48.9 and 612, but they
 #   spill 40 to 88 bytes, and by 3.9, by which they were not timed, 232 to 264.
 # All else is reasoned as above, and not measured.
@@ -291,7 +291,7 @@ SM_90 = _table({
 })  # fmt: skip
 
 # Not measured: tiles that neither spill nor exceed the shared memory (163 KiB, 99 KiB, 64 KiB, 64 KiB) when compiled
-# ahead of time.
+# ahead of time; of 64 rows, too.
 SM_80 = SM_90 | {key: DecodeTiles(64, 8, 4, 1, 4) for key in SM_90 if key[:3] == (2, 128, ROWS[-1])} | _table({
     (4, 128): (DecodeTiles(32, 8, 2, 2, 8), DecodeTiles(32, 8, 2, 2, 8), DecodeTiles(16, 8, 2, 2, 8)),
 })  # fmt: skip
