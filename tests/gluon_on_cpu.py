@@ -269,7 +269,7 @@ def allocate_shared(dtype: Any, shape: list[int], layout: Any) -> Any:
 
 def gl_load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0.0) -> torch.Tensor:
     if mask is None:
-        return pointer.tensor[int(pointer.at)].clone()
+        return registers(pointer.tensor[torch.as_tensor(pointer.at)].clone())
     return registers(torch.where(mask, pointer.tensor[torch.where(mask, pointer.at, 0)], other))
 
 

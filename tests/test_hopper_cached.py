@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gluon_on_cpu
 import pytest
@@ -16,7 +17,6 @@ from flashtile import flash_attn_with_kvcache
 from flashtile.backends import hopper
 from flashtile.backends.hopper import cached_launch, cached_schedule, config
 from flashtile.backends.hopper.cached_launch import CachedSpec
-from flashtile.backends.launcher import prepared
 from flashtile.cache import FP8
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors
@@ -104,7 +104,7 @@ def heads_of(case: AttentionSpec) -> int:
 
 
 def of_sequences(table: Tensor, problem: Problem) -> Tensor:
-    """What `longest_first_kernel` makes of a schedule."""
+    """What `longest_first` is to make of what was dealt."""
     heads = heads_of(problem.case)
     keys = problem.ends - problem.settings.get("cache_leftpad", 0)
     order = keys.sort(descending=True, stable=True).indices
@@ -116,24 +116,29 @@ def of_sequences(table: Tensor, problem: Problem) -> Tensor:
     return found
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize("layout", ["in one piece", "left-padded"])
-@pytest.mark.parametrize("batch", [2, 5, 32, 100])
+@pytest.mark.parametrize("batch", [2, 5, 16, 100, 128])
 def test_tiles_dealt_by_length_are_those_of_sequences(batch, layout):
     """Some sequences are as long as others."""
     problem = Problem("packed", layout, "of each")
     problem.case = case = replace(problem.case, batch=batch)
     problem.ends = torch.randint(0, 40, (batch,))
-    moving = {"cache_seqlens": problem.ends.int(), "cache_leftpad": None, "end": CAPACITY}
     if layout == "left-padded":
-        problem.settings["cache_leftpad"] = moving["cache_leftpad"] = (problem.ends // 3).int()
+        problem.settings["cache_leftpad"] = (problem.ends // 3).int()
     table, in_order = cached_schedule.schedule_of(case, False, 3)
     assert in_order
     assert sorted(x for row in table.tolist() for x in row[1 : 1 + row[0]]) == [
         head << 32 for head in range(batch * heads_of(case))
     ]
-    moving["schedule"] = found = torch.full_like(table, -1)
-    prepared(found.device, cached_schedule.order_call(case, moving, table))(*moving.values())
+    found, forward_cache = torch.full_like(table, -1), gluon_on_cpu.load("forward_cache")
+    lengths, leftpad, dealt, schedule = (
+        x if x is None else gluon_on_cpu.Pointer(x.view(-1))
+        for x in (problem.ends.int(), problem.settings.get("cache_leftpad"), table, found)
+    )
+    keys = forward_cache.CachedKeys(lengths, leftpad, None, None, 0, True, 0)
+    p = SimpleNamespace(keys=keys, seqlen_k=CAPACITY, heads_q=heads_of(case), PACK=1, schedule=schedule)
+    p.rounds = table.shape[1]
+    gluon_on_cpu.run(forward_cache.longest_first, len(table), (p, dealt, batch))
     wanted = of_sequences(table, problem)
     for row, mine in zip(wanted.tolist(), found.tolist(), strict=True):
         assert mine[: 1 + row[0]] == row[: 1 + row[0]]
@@ -152,11 +157,11 @@ def test_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengt
     else:
         given["cache_seqlens"] = (problem.ends - seqlen_new).int()
     table, in_order = cached_schedule.schedule_of(case, problem.alike and layout != "left-padded", 3)
-    given["schedule"] = of_sequences(table, problem) if in_order else table
+    given["schedule"] = torch.full_like(table, -1) if in_order else table
     moving = dict.fromkeys(cached_launch.MOVING) | given | problem.settings
     monkeypatch.setattr(cached_launch, "describe", lambda x, box: gluon_on_cpu.Descriptor(x, [1, *box]))
     of = CachedSpec(case, problem.page_size, seqlen_new, len(problem.k))
-    call = cached_launch.forward_call(of, moving, {})
+    call = cached_launch.forward_call(of, moving, {}, table if in_order else None)
     arguments = (gluon_on_cpu.Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in call.arguments)
     gluon_on_cpu.run(gluon_on_cpu.load("forward").forward_kernel, call.grid, tuple(arguments))
     assert problem.wrong(out, lse) == []

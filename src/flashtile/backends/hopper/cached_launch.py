@@ -14,7 +14,7 @@ from .. import Attend
 from ..append import AppendSpec, append_call, append_spec, places_of, queries_of
 from ..launcher import KernelCall, Launcher, Run, call_of, empty_out, prepared, results_of, rows_apart
 from . import compiling, config
-from .cached_schedule import order_call, schedule_of
+from .cached_schedule import schedule_of
 from .forward import forward_kernel
 from .launch import OPTIONS, Box, Stored, boxes, describe, programs_on, scalars
 
@@ -36,7 +36,7 @@ MOVING = (*Arguments._fields, "end", "turned", "out", "lse")
 
 
 class CachedForward(Launcher):
-    """`append_kernel` if keys are new, `longest_first_kernel` where sequences may differ, and `forward_kernel`."""
+    """`append_kernel` if keys are new, and `forward_kernel`."""
 
     def prepare(self, spec: tuple[AppendSpec | None, CachedSpec], tensors: tuple) -> Run:
         append, cached = spec
@@ -49,11 +49,9 @@ class CachedForward(Launcher):
         table = table.to(device)
         moving["schedule"] = schedule = torch.empty_like(table) if in_order else table
         before = [] if append is None else [append_call(append, moving)]
-        if in_order:
-            before.append(order_call(cached.attention, moving, table))
         write = prepared(device, *before)
         with compiling.for_hopper(OPTIONS, forward=True) as options:
-            attend = prepared(device, forward_call(cached, moving, options))
+            attend = prepared(device, forward_call(cached, moving, options, table if in_order else None))
 
         def launch(*tensors: Tensor | int | None) -> None:
             given = (*tensors, torch.empty_like(schedule) if in_order else schedule)
@@ -64,13 +62,17 @@ class CachedForward(Launcher):
         return launch
 
 
-def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, Any]) -> KernelCall:
-    """`forward_kernel`, from queries and the cache to out and lse."""
+def forward_call(
+    spec: CachedSpec, moving: dict[str, Any], options: dict[str, Any], dealt: Tensor | None = None
+) -> KernelCall:
+    """`forward_kernel`, from queries and the cache to out and lse; the schedule as it is, or made of what is dealt."""
     of, places, schedule = spec.attention, places_of(spec.page_size), moving["schedule"]
     tiles = config.choose(of)
     described = queries_of(moving), "k_cache", "v_cache", "out"
     names = *described, "lse", "pieces", "cache_seqlens", "cache_leftpad", places, "end", "schedule"
-    stored = Stored(rows_apart(moving[places]), spec.seqlen_new, spec.page_size)
+    stored = Stored(
+        rows_apart(moving[places]), spec.seqlen_new, spec.page_size, dealt, None if dealt is None else of.batch
+    )
     boxes_of = zip(described, cached_boxes(of, tiles, spec.page_size), strict=True)
     moving = moving | {name: describe(moving[name], box) for name, box in boxes_of} | {"pieces": None}
     numbers = scalars(of, tiles, rounds=schedule.shape[1], stored=stored)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .channel import WARPS, add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
 from .compat import call_as_worker
-from .forward_cache import CachedKeys, clear_past, load_keys
+from .forward_cache import CachedKeys, clear_past, load_keys, longest_first
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
 from .tile import (
@@ -453,10 +453,12 @@ def compute_walk(
 
 @gluon.jit(do_not_specialize=[
     "seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds", "stride_places", "seqlen_new",
+    "batches",
 ])  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, pieces_ptr, seqlens_ptr, leftpad_ptr, places_ptr, seqlen_k, schedule_ptr,
     seqlen_q, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in, stride_places, seqlen_new,
+    dealt_ptr, batches,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     STEADY: gl.constexpr, TAILS: gl.constexpr, FLAT: gl.constexpr, O_AWAITED: gl.constexpr, Q_KEPT: gl.constexpr,
@@ -465,11 +467,13 @@ def forward_kernel(
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`. CACHED: K and V are a
     cache, in pages if PAGE_SIZE is not 0, of which the descriptors may have less than a block; seqlen_k: what a
-    sequence has there at most."""
+    sequence has there at most; dealt_ptr: what the schedule, which is not written yet, is made of."""
     keys = CachedKeys(seqlens_ptr, leftpad_ptr, places_ptr, stride_places, seqlen_new, CACHED, PAGE_SIZE)
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, keys, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 TAILS, FLAT, O_AWAITED, Q_KEPT, pieces_ptr is not None, PACK)  # fmt: skip
+    if dealt_ptr is not None:
+        longest_first(p, dealt_ptr, batches)
     PAIR: gl.constexpr = pair_of(q_desc.block_shape, PARTS)
     q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PAIR, WARPS)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, Q_KEPT if Q_KEPT > 0 else PAIR, True, WARPS,

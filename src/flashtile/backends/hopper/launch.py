@@ -169,16 +169,18 @@ class Stored(NamedTuple):
     stride_places: int
     seqlen_new: int
     page_size: int  # 0: not in pages
+    dealt: Tensor | None = None  # what the schedule is made of, by the order of so many sequences' lengths
+    batches: int | None = None
 
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int, stored: Stored | None = None) -> tuple:
     """The arguments of `forward_kernel` after the tensors. Lengths on the device may leave any number of keys past the
     last whole block, which is then a block."""
     tails = tiles.tails and spec.window_left < 0 and spec.window_right < 0 and stored is None
-    stride_places, seqlen_new, page_size = stored or (None, None, 0)
+    stride_places, seqlen_new, page_size, dealt, batches = stored or (None, None, 0, None, None)
     return (
         spec.seqlen_q, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, *score_scalars(spec), stride_places, seqlen_new,
+        rounds, *score_scalars(spec), stride_places, seqlen_new, dealt, batches,
         tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts, tiles.parts_v,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec),
         tails, tiles.flat, tiles.o_awaited, tiles.q_kept, config.heads_per_tile(spec, tiles), stored is not None,
