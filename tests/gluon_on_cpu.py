@@ -406,6 +406,9 @@ def _modules() -> dict[str, ModuleType]:
         gluon + ".language.nvidia": module(gluon + ".language.nvidia", hopper=hopper),
         gluon + ".language.nvidia.hopper": hopper,
         "triton.language": module("triton.language", core=None),
+        "triton.language.extra.cuda": module(
+            "triton.language.extra.cuda", gdc_wait=lambda: None, gdc_launch_dependents=lambda: None
+        ),
     }
 
 

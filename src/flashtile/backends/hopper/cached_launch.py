@@ -31,6 +31,7 @@ class CachedSpec(NamedTuple):
     rows: int  # of the cache, or pages
 
 
+EARLY = OPTIONS | {"launch_pdl": True}  # `await_kernel_before`
 MOVING = (*Arguments._fields, "end", "turned", "out", "lse")
 """What a run takes: arguments, where keys end, turned queries and results."""
 
@@ -50,7 +51,7 @@ class CachedForward(Launcher):
         moving["schedule"] = schedule = torch.empty_like(table) if in_order else table
         before = [] if append is None else [append_call(append, moving)]
         write = prepared(device, *before)
-        with compiling.for_hopper(OPTIONS, forward=True) as options:
+        with compiling.for_hopper(EARLY, forward=True) as options:
             attend = prepared(device, forward_call(cached, moving, options, table if in_order else None))
 
         def launch(*tensors: Tensor | int | None) -> None:

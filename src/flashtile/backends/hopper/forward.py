@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .channel import WARPS, add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
 from .compat import call_as_worker
-from .forward_cache import CachedKeys, clear_past, load_keys, longest_first
+from .forward_cache import CachedKeys, await_kernel_before, clear_past, load_keys, longest_first
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
 from .tile import (
@@ -472,8 +472,6 @@ def forward_kernel(
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, keys, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
                 TAILS, FLAT, O_AWAITED, Q_KEPT, pieces_ptr is not None, PACK)  # fmt: skip
-    if dealt_ptr is not None:
-        longest_first(p, dealt_ptr, batches)
     PAIR: gl.constexpr = pair_of(q_desc.block_shape, PARTS)
     q_rings = add_rings((), WARPGROUPS, q_desc, Q_STAGES, PARTS, PAIR, WARPS)
     k_ring = make_ring(k_desc, STAGES, PARTS, WARPGROUPS, Q_KEPT if Q_KEPT > 0 else PAIR, True, WARPS,
@@ -483,6 +481,10 @@ def forward_kernel(
     out_buffers = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS] + out_desc.block_shape, out_desc.layout)
     failures = gl.allocate_shared_memory(gl.int32, [4 * TILE_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     failures.store(gl.zeros([4 * TILE_M], gl.int32, gl.BlockedLayout([2], [32], [gl.num_warps()], [0])))
+    if CACHED:
+        await_kernel_before()
+    if dealt_ptr is not None:
+        longest_first(p, dealt_ptr, batches)
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([

@@ -9,6 +9,7 @@ Legend: as in forward.py; a cache is (rows, capacity, Hk, D | Dv) or, paged, (pa
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .channel import load_slot, section, width_of_slot
 from .compat import aggregate, barrier, load_async
@@ -86,12 +87,23 @@ def no_cache():
 
 
 @gluon.jit
+def await_kernel_before():
+    """Waits until the kernel before has ended, while which this one starts, and lets the next one start: it finds place
+    where programs end."""
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@gluon.jit
 def longest_first(p, dealt, batches):
     """Writes this program's tiles of the schedule: those that are dealt to it, each of the sequence that has its place
     when the longest come first (see cached_schedule.py). Of sequences with as many keys the first comes first."""
     layout: gl.constexpr = gl.BlockedLayout([1, COMPARED], [32, 1], [gl.num_warps(), 1], [1, 0])
     sequence = gl.arange(0, MOST_SEQUENCES, gl.SliceLayout(1, layout))
     number = gl.arange(0, COMPARED, gl.SliceLayout(0, layout))
+    row = gl.program_id(0) * p.rounds
+    end = p.rounds // 2  # behind it are pieces, of which there are none
+    entry = gl.load(dealt + row + number, number < end, 0)
     last = batches - 1
     keys = p.keys.count(gl.minimum(sequence, last), p.seqlen_k)[:, None]
     place = gl.zeros_like(sequence)
@@ -102,17 +114,15 @@ def longest_first(p, dealt, batches):
         place += gl.sum(is_ahead.to(gl.int32), axis=1)
     place = gl.where(sequence <= last, place, -1)
     heads = p.heads_q // p.PACK
-    row = gl.program_id(0) * p.rounds
-    end = p.rounds // 2  # behind it are pieces, of which there are none
     for first in range(0, end, COMPARED):
         at = first + number
-        entry = gl.load(dealt + row + at, at < end, 0)
         head = (entry >> 32).to(gl.int32)
         has_place = (head // heads)[None, :] == place[:, None]
         found = gl.sum(gl.where(has_place, sequence[:, None], 0), axis=0)
         of_sequence = ((found * heads + head % heads).to(gl.int64) << 32) | (entry & 0xFFFFFFFF)
         gl.store(p.schedule + row + at, gl.where(at == 0, entry, of_sequence), at < end)
-    barrier()
+        entry = gl.load(dealt + row + COMPARED + at, at < end - COMPARED, 0)
+        barrier()
 
 
 @gluon.jit

@@ -79,6 +79,7 @@ PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
 UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
 HALF_A_ROUND, MOST_OF_A_ROUND, MOST_OF_THE_LAST = 0.51, 0.6, 0.65  # whole tasks, of those that a GPU runs at once
+NEARLY_ALL = 15 / 16  # an estimate
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
@@ -118,7 +119,7 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     rows, but at D 256, or in so many rounds that their ends do not count; in 16 bits.
     """
     tasks, size = tasks_of(call.spec), bytes_of_a_task(call)
-    if size >= LONG or (call.cache.alike and call.cache.k.dtype.itemsize == 1):
+    if call.cache.alike and (size >= LONG or call.cache.k.dtype.itemsize == 1):
         return None
     most_of = {load: n * multiprocessors for load, n in ROUND.items()}
     narrow = tile_m(call.spec) == ROWS[0] and padded_dim(call.spec) <= 128
@@ -135,22 +136,24 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
     """The same of tasks of at most `size` bytes whose lengths the host does not know, by how many a round has.
 
     The longest are begun first, if sequences are not too many to look through, and short ones fill up what those leave.
-    So it is where there are many rounds, or most of the last is used if all are as long; if no task may be so long that
-    all wait for it, the longer the more there are. Only narrow ones have place for more than two beside one another.
+    So it is where there are many rounds, or most of the last is used if all are as long, nearly all if they may be
+    long; if no task may be so long that all wait for it, the longer the more there are. Only narrow ones that are not
+    long have place for more than two beside one another.
     """
     rounds_of_two = round(tasks / most_of["two"]) if batch <= MANY_SEQUENCES else 1
-    if size > UNEVEN * max(rounds_of_two, 1):
+    may_be_long = size > UNEVEN * min(max(rounds_of_two, 1), 3)
+    if size > LONG or (may_be_long and rounds_of_two < 2):
         return None
     if tasks <= most_of["one"]:
         return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] else None
     if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
-        return "three"
-    loads = ["two", "three", "four"] if narrow else ["two"]
+        return "two" if may_be_long else "three"
+    loads = ["two", "three", "four"] if narrow and not may_be_long else ["two"]
     if tasks <= most_of["four"]:
         loads = loads[:2]  # of half the bytes in flight: alone, at the end of their only round, four leave some unused
     full = {load: tasks / (-(-tasks // most_of[load]) * most_of[load]) for load in loads}
     load = max(full, key=lambda load: (full[load], most_of[load]))
-    return load if full[load] >= MOST_OF_THE_LAST else None
+    return load if full[load] >= (NEARLY_ALL if may_be_long else MOST_OF_THE_LAST) else None
 
 
 def shares_of_whole_tasks(tasks: int, most: int) -> int:
@@ -159,8 +162,8 @@ def shares_of_whole_tasks(tasks: int, most: int) -> int:
 
 
 def enough(programs: int, most: int) -> bool:
-    """Whether so few do, of so many that could run: all but a sixteenth at most, an estimate."""
-    return 16 * programs >= 15 * most
+    """Whether so few do, of so many that could run."""
+    return programs >= NEARLY_ALL * most
 
 
 ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
