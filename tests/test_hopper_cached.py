@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile import flash_attn_with_kvcache
 from flashtile.backends import hopper
-from flashtile.backends.hopper import cached_launch, cached_schedule, config
+from flashtile.backends.hopper import cached_choice, cached_launch, cached_schedule, config
 from flashtile.backends.hopper.cached_launch import CachedSpec
 from flashtile.cache import FP8
 from flashtile.spec import AttentionSpec
@@ -213,24 +213,54 @@ def test_new_keys_are_in_the_cache_and_turned_before_they_are_seen(layout, inter
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("batch", "seqlen_q", "heads", "lengths", "num_splits", "taken"),
-    [
-        (1, 1024, (32, 8), True, 0, True), (1, 128, (32, 8), True, 0, True), (1, 64, (32, 8), True, 0, False),
-        (8, 16, (32, 8), False, 0, True), (8, 16, (32, 8), True, 0, False), (16, 16, (32, 8), True, 0, True),
-        (64, 8, (32, 8), True, 0, False), (128, 1, (32, 1), False, 0, False), (128, 1, (64, 1), False, 0, True),
-        (1, 1024, (32, 8), True, 1, False), (1, 1024, (32, 8), True, 4, False),
-    ],
-)  # fmt: skip
-def test_queries_that_are_few_are_left_to_programs_that_share_keys(
-    batch, seqlen_q, heads, lengths, num_splits, taken, monkeypatch
-):
-    monkeypatch.setattr(hopper, "programs_on", lambda _: 132)
-    case = spec((seqlen_q, 8192), heads, (128, 128), BF16, batch=batch, right=0)
-    call = cached_call(case, BF16, page_size=16)
-    if not lengths:
-        call = call._replace(given=call.given._replace(cache_seqlens=None))
-    assert (hopper.passes_on_cached(call, num_splits) is None) == taken
+GQA, MQA, ONE_LENGTH, OF_EACH = (32, 8), (32, 1), False, True
+CHOICES = {  # batch, queries, keys, heads, lengths on the device, head dim: whether it takes them
+    "a chunk": ((1, 1024, 8192, GQA, OF_EACH, 128), True),
+    "a chunk of few tiles": ((1, 128, 8192, GQA, OF_EACH, 128), False),
+    "64 rows": ((8, 16, 8192, GQA, OF_EACH, 128), True),
+    "64 rows, few tiles, one length": ((5, 16, 8192, GQA, ONE_LENGTH, 128), True),
+    "64 rows, few tiles": ((5, 16, 8192, GQA, OF_EACH, 128), False),
+    "32 rows": ((16, 8, 8192, GQA, OF_EACH, 128), True),
+    "32 rows, few tiles": ((12, 8, 8192, GQA, OF_EACH, 128), False),
+    "32 rows, few tiles, one length": ((12, 8, 8192, GQA, ONE_LENGTH, 128), True),
+    "32 rows, few tiles of few keys": ((12, 8, 1024, GQA, OF_EACH, 128), True),
+    "32 rows, many tiles": ((64, 8, 2048, GQA, OF_EACH, 128), False),
+    "32 rows, many long tiles": ((64, 8, 8192, GQA, OF_EACH, 128), True),
+    "32 rows, a round of tiles": ((128, 1, 1024, MQA, ONE_LENGTH, 64), True),
+    "32 rows, two rounds": ((240, 1, 1024, MQA, ONE_LENGTH, 64), False),
+    "32 rows, two rounds of unlike lengths": ((240, 1, 1024, MQA, OF_EACH, 64), True),
+    "32 rows, more sequences than are put in order": ((512, 1, 1024, MQA, OF_EACH, 128), True),
+    "32 rows, D 96, many tiles": ((64, 8, 2048, GQA, OF_EACH, 96), True),
+    "16 rows": ((64, 4, 4096, GQA, OF_EACH, 128), False),
+    "16 rows, D 96": ((64, 4, 4096, GQA, OF_EACH, 96), True),
+    "16 rows, D 96, few keys": ((64, 4, 1024, GQA, OF_EACH, 96), False),
+}  # fmt: skip
+
+
+def is_taken(batch, seqlen_q, capacity, heads, lengths, dim, monkeypatch, num_splits=0, sinks=None):
+    monkeypatch.setattr(cached_choice, "programs_on", lambda _: 132)
+    case = spec((seqlen_q, capacity), heads, (dim, dim), BF16, batch=batch, right=0)
+    call = cached_call(case, BF16, page_size=256)
+    given = call.given._replace(sinks=sinks)
+    call = call._replace(given=given if lengths else given._replace(cache_seqlens=None))
+    return hopper.passes_on_cached(call, num_splits) is None
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tiles_that_are_few_or_split_nowhere_are_left_to_flash_decoding(name, monkeypatch):
+    call, taken = CHOICES[name]
+    assert is_taken(*call, monkeypatch) == taken
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_who_asks_for_splits_has_flash_decoding(num_splits, monkeypatch):
+    assert not is_taken(1, 1024, 8192, GQA, OF_EACH, 128, monkeypatch, num_splits)
+
+
+def test_few_rows_with_sinks_are_left_to_who_takes_them_along(monkeypatch):
+    sinks = torch.zeros(32)
+    assert is_taken(1, 1024, 8192, GQA, OF_EACH, 128, monkeypatch, sinks=sinks)
+    assert not is_taken(16, 8, 8192, GQA, OF_EACH, 128, monkeypatch, sinks=sinks)
 
 
 NOT_TAKEN = {

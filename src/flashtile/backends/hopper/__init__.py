@@ -36,6 +36,7 @@ if _INSTALLED:
     from ..launcher import Launcher, backward_pass, backward_pass_like
     from .backward_apart_launch import APART_BACKWARD
     from .backward_launch import BACKWARD
+    from .cached_choice import passes_on_cached
     from .cached_launch import attend_like
     from .launch import forward, forward_like, programs_on, shares
 
@@ -46,12 +47,6 @@ __all__ = [
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
-# Over a cache: up to so many rows of a key head reading keys takes longer than to compute. From so many tiles of 64
-# rows for each multiprocessor on, whole tiles are faster than keys split among programs (cached_chunks): 8 sequences of
-# 16 queries and 8k keys take 66.8 us for 89, one of 160 81 for 89, of 64 80 for 40. A long sequence among short ones
-# may have few of all tiles, so that more are asked for: 16 of 16 queries take 129 us for 169, or of unlike lengths 85
-# for 101, 8 of these 62 for 55.
-FEW_ROWS, ENOUGH, ENOUGH_OF_UNLIKE = 32, 0.45, 0.9
 LEAST_PAGE = 8  # rows, of which TMA can copy so many to where K and V lie swizzled
 # Its tanh is within 2.5e-7, near zero too: lse of larger caps would be less exact than float32 makes it.
 LARGEST_SOFTCAP = 64.0
@@ -102,18 +97,6 @@ def passes_over(call: CachedCall) -> str | None:
     if 0 < cache.page_size < LEAST_PAGE:
         return f"TMA wants pages of {LEAST_PAGE} keys at least, not {cache.page_size}"
     return refusal(cache.k, cache.v) if call.rotary_dims else refusal(given.q, cache.k, cache.v)
-
-
-def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
-    """Why it leaves a call over a cache that it could take to the next backend."""
-    spec, rows = call.spec, call.spec.seqlen_q * call.spec.group
-    if num_splits:
-        return "it does not split keys, and how a tile is computed may depend on those before it"
-    alike = call.cache.alike or spec.batch == 1
-    enough = (ENOUGH if alike else ENOUGH_OF_UNLIKE) * programs_on(call.given.q.device)
-    if rows <= FEW_ROWS or spec.batch * spec.heads_k * -(-rows // 64) < enough:
-        return f"{rows} rows for each of {spec.heads_k} key heads of {spec.batch} sequences are few for its tiles"
-    return None
 
 
 def leaves_backward(spec: AttentionSpec) -> str | None:
