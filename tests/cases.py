@@ -48,6 +48,13 @@ CASES = {
     "window-rows-without-keys": spec((120, 40), left=3, right=0),
     # lengths
     "one-query": spec((1, 100)),
+    "few-queries": spec((3, 500), (8, 2), dims=(64, 64), dtype=HALF, right=0),
+    "few-queries-bf16": spec((16, 700), (4, 2), dims=(128, 128), dtype=BF16, right=0),
+    "few-queries-float32": spec((5, 300), (4, 4), dims=(40, 24), right=0),
+    "few-queries-window": spec((4, 400), (8, 1), dims=(96, 96), dtype=HALF, left=90, right=3),
+    "few-queries-softcap": spec((2, 300), (4, 2), dims=(64, 64), dtype=HALF, softcap=3.0, scale=-0.4),
+    "few-tiles": spec((70, 1500), (4, 2), dims=(64, 64), dtype=BF16, batch=1, right=0),
+    "few-tiles-D-256": spec((30, 1100), (2, 1), dims=(256, 256), dtype=BF16, batch=1),
     "one-key": spec((100, 1), right=0),
     "one-pair": spec((1, 1)),
     "one-key-float16": spec((100, 1), dtype=HALF, right=0),

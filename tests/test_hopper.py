@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import slow_warps
@@ -15,7 +16,7 @@ from cases import BF16, HALF, spec
 import flashtile
 from flashtile import dispatch, flash_attn_func
 from flashtile.backends import hopper
-from flashtile.backends.hopper import config, leaves_backward, passes_on, refusal
+from flashtile.backends.hopper import config, leaves_backward, refusal
 from flashtile.backends.hopper.schedule import begins_with_zeros
 from flashtile.testing import Result, Sample, make_inputs
 
@@ -123,9 +124,31 @@ def test_what_tma_can_read(layout, reason):
     assert found is None if reason is None else reason in found
 
 
+def passes_on(case):
+    with mock.patch.object(hopper.choice, "programs_on", return_value=132):
+        return hopper.passes_on(case, torch.device("cuda"))
+
+
 def test_small_problems_are_left_to_the_next_backend():
     assert "GFLOP" in passes_on(spec((128, 128), (8, 8), (64, 64), BF16))
     assert passes_on(spec((2048, 2048), (16, 16), (128, 128), BF16, right=0)) is None
+
+
+FEW = {  # batch, queries, keys, heads: whether Flash-Decoding has them
+    "one query": ((64, 1, 32768, (32, 8)), True),
+    "64 queries of one sequence": ((1, 64, 65536, (32, 8)), True),
+    "64 queries of many": ((16, 64, 8192, (32, 8)), False),
+    "a round of 32 rows": ((16, 8, 8192, (32, 8)), False),
+    "256 queries of 16 heads": ((1, 256, 8192, (16, 16)), True),
+    "512 queries of 16 heads": ((1, 512, 8192, (16, 16)), False),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries_over_many_keys_are_left_to_who_splits_keys(name):
+    (batch, seqlen_q, seqlen_k, heads), left = FEW[name]
+    reason = passes_on(spec((seqlen_q, seqlen_k), heads, (128, 128), BF16, batch=batch))
+    assert left == ("rows" in (reason or ""))
 
 
 def test_head_dims_that_one_triton_cannot_compile_go_elsewhere(monkeypatch):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile import flash_attn_with_kvcache
 from flashtile.backends import hopper
-from flashtile.backends.hopper import cached_choice, cached_launch, cached_schedule, config
+from flashtile.backends.hopper import cached_launch, cached_schedule, choice, config
 from flashtile.backends.hopper.cached_launch import CachedSpec
 from flashtile.cache import FP8
 from flashtile.spec import AttentionSpec
@@ -238,7 +238,7 @@ CHOICES = {  # batch, queries, keys, heads, lengths on the device, head dim: whe
 
 
 def is_taken(batch, seqlen_q, capacity, heads, lengths, dim, monkeypatch, num_splits=0, sinks=None):
-    monkeypatch.setattr(cached_choice, "programs_on", lambda _: 132)
+    monkeypatch.setattr(choice, "programs_on", lambda _: 132)
     case = spec((seqlen_q, capacity), heads, (dim, dim), BF16, batch=batch, right=0)
     call = cached_call(case, BF16, page_size=256)
     given = call.given._replace(sinks=sinks)

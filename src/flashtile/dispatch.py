@@ -135,6 +135,6 @@ def declined(spec: AttentionSpec, device: torch.device) -> dict[str, str | None]
 
     def reason(backend: Backend) -> str | None:
         passes_on = getattr(backend, "passes_on", None)
-        return backend.supports(spec, device) or (None if passes_on is None else passes_on(spec))
+        return backend.supports(spec, device) or (None if passes_on is None else passes_on(spec, device))
 
     return {name: reason(backend) for name, backend in BACKENDS.items()}

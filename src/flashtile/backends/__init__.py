@@ -10,7 +10,7 @@
     passes_on_cached(call, num_splits)                 -> None, or why another is as good for a CachedCall (optional)
     backward(spec, dout, dlse, q, k, v, out, lse)      -> dq, dk, dv      (dout or dlse may be None: zero)
     backward_like(spec, dout, dlse, q, k, v, out, lse) -> f of tensors that lie like these, or None (optional)
-    passes_on(spec)                                    -> None, or why another is as good for it (optional)
+    passes_on(spec, device)                            -> None, or why another is as good for it (optional)
     leaves_backward(spec)                              -> None, or why the backward pass goes to another (optional)
     refusal(q, k, v)                                   -> None, or why it cannot read tensors that lie so (optional)
 

@@ -36,8 +36,8 @@ if _INSTALLED:
     from ..launcher import Launcher, backward_pass, backward_pass_like
     from .backward_apart_launch import APART_BACKWARD
     from .backward_launch import BACKWARD
-    from .cached_choice import passes_on_cached
     from .cached_launch import attend_like
+    from .choice import passes_on, passes_on_cached
     from .launch import forward, forward_like, programs_on, shares
 
 __all__ = [
@@ -45,8 +45,6 @@ __all__ = [
     "passes_on_cached", "passes_over", "plan", "refusal", "supports",
 ]  # fmt: skip
 
-# Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
-WORTHWHILE = 8e9
 LEAST_PAGE = 8  # rows, of which TMA can copy so many to where K and V lie swizzled
 # Its tanh is within 2.5e-7, near zero too: lse of larger caps would be less exact than float32 makes it.
 LARGEST_SOFTCAP = 64.0
@@ -75,15 +73,6 @@ def supports(spec: AttentionSpec, device: torch.device) -> str | None:
         return f"its tanh, within 2.5e-7, serves a softcap of up to {LARGEST_SOFTCAP:g}, not {spec.softcap:g}"
     if 0 in (spec.batch, spec.seqlen_q, spec.seqlen_k):
         return "TMA cannot describe an empty tensor"
-    return None
-
-
-def passes_on(spec: AttentionSpec) -> str | None:
-    """Why it leaves a call that it could take to the next backend."""
-    pairs = spec.seqlen_q * spec.seqlen_k * (0.5 if spec.window_right >= 0 else 1.0)
-    operations = 2 * spec.batch * spec.heads_q * pairs * (spec.head_dim + spec.head_dim_v)
-    if operations < WORTHWHILE:
-        return f"{operations / 1e9:.1f} GFLOP are too few to fill the GPU with its tiles: by itself it starts at 8"
     return None
 
 

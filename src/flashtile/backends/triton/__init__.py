@@ -17,12 +17,14 @@ from .config import choose, table_of
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _INTERPRETED = env.triton_interpret()
+ASSUMED = 132  # multiprocessors of a GPU that is not there
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 if _INSTALLED:
+    from . import few_queries
     from .backward import backward, backward_like
-    from .decode_launch import attend_like, passes_over
-    from .forward import forward, forward_like
+    from .decode_launch import attend_like, multiprocessors_of, passes_over
+    from .few_queries import forward, forward_like
 
 __all__ = [
     "attend_like", "backward", "backward_like", "forward", "forward_like", "passes_over", "plan",
@@ -51,7 +53,11 @@ def supports(spec: AttentionSpec, device: torch.device) -> str | None:
 def plan(spec: AttentionSpec, device: torch.device) -> Plan:
     """The forward launch; for a GPU that is not there, what an sm_90 would run."""
     arch = arch_of(device)
+    where = table_of(arch) if arch else "sm_90, assumed"
+    multiprocessors = multiprocessors_of(device) if arch else ASSUMED
+    if few_queries.are_few(spec, multiprocessors):
+        of_keys, programs, queries = few_queries.plan(spec, arch or "sm_90", multiprocessors)
+        return Plan(f"{of_keys} ({where})", programs, queries, of_keys.tile_n)
     tiles = choose("forward", spec, arch or "sm_90")
     grid = -(-spec.seqlen_q // tiles.tile_m) * spec.heads_q * spec.batch
-    where = table_of(arch) if arch else "sm_90, assumed"
     return Plan(f"{tiles} ({where})", grid, tiles.tile_m, tiles.tile_n)

@@ -40,6 +40,9 @@ class DecodeTiles:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: got {value!r}; want 1 or more")
 
+    def __str__(self) -> str:
+        return f"{self.tile_n} keys, {self.num_warps} warps, {self.num_stages} stages"
+
     @property
     def options(self) -> dict[str, int | bool]:
         """Triton's launch options; multiply-add fusion is named because its default differs between releases."""

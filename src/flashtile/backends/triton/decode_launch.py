@@ -275,6 +275,11 @@ def passes_over(call: CachedCall) -> str | None:
     return None
 
 
+def multiprocessors_of(device: torch.device) -> int:
+    """Those of a GPU; where kernels are interpreted, 1."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
     """attend(given) for arguments like those of this call, by Flash-Decoding: out, and lse if it is wanted.
 
@@ -284,8 +289,7 @@ def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
     of, given, device = call.spec, call.given, call.given.q.device
     arch = arch_of(device)
     assert arch is not None, "a tensor on a GPU, and no GPU"
-    multiprocessors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-    decode = decode_spec(call, num_splits, arch, multiprocessors)
+    decode = decode_spec(call, num_splits, arch, multiprocessors_of(device))
     out_like, lse_like = results_of(of, device)
     turned_like = torch.empty_like(given.q, memory_format=torch.contiguous_format) if call.rotary_dims else None
     n_acc, n_sums = decode.sizes_of_parts if decode.merges else (0, 0)

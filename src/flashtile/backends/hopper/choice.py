@@ -1,0 +1,88 @@
+"""Which calls the Hopper kernels leave to others by themselves: what was measured on an H200, `cached_rows`,
+`cached_chunks` and `few_queries` in hopper-runs-h200.json."""
+
+from __future__ import annotations
+
+import torch
+
+from ...cache import CachedCall
+from ...spec import AttentionSpec
+from .config import choose
+from .launch import programs_on
+
+# Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
+WORTHWHILE = 8e9
+# Keys for each query, from which on Flash-Decoding may be faster.
+MANY_KEYS = 4
+# Of a key head, queries times group: up to so many rows most of a product is for rows that are not there. At D 96 and
+# 192, whose keys Flash-Decoding's tiles pad, 16 rows and long tiles are faster even so: 64 sequences of 8 heads and 4k
+# keys take 191 us for 206, 373 for 386, 16 of these 52 for 62, 97 for 102; of 1k keys 17.5 for 16.3, 29 for 31.
+FEW_ROWS = 16
+NOT_PADDED = 64, 128, 256
+# Rows up to which Flash-Decoding takes about as long as reading keys.
+NARROW = 32
+# Tiles for each multiprocessor from which on whole ones are faster than keys split among programs: narrow or not, and
+# whether one sequence may be much longer than others, whose tiles all wait for then. Of 8 heads and 8k keys, 64 rows:
+# 5, 6, 8 sequences 60 us for 60, 62 for 72, 67 for 89, but of unlike lengths 61 for 55 at 8, 70 for 76 at 12. 32 rows:
+# 62 for 58, 62 for 65 at 6, 7, unlike 61 for 45, 68 for 62 at 8, 12; of 1k keys, which are soon read, 12.3 for 14.6 at
+# 6, unlike 15.1 for 19.1 at 16.
+LEAST = {(False, False): 0.3, (False, True): 0.45, (True, False): 0.4, (True, True): 0.9}
+SOON_READ = 512 << 10  # bytes of K and V of a tile
+# And beyond which narrow ones, but the longest, are left to Flash-Decoding, as it has whole tasks for them, too, of
+# which the longest begin first, and where each ends: 64 of 32 rows and 1k, 2k keys take 72 us for 72, 133 for 131,
+# unlike 47 for 41, 78 for 71, of 8k 488 for 497. Of one length those are as fast from the second round on. At head dims
+# that they pad, or have tiles of 16 rows for, they take 1.1 to 1.6 times as long.
+MANY, LONGEST = 3.3, 2 << 20
+MOST_IN_ORDER = 256  # sequences of which it finds the longest
+
+
+def passes_on(spec: AttentionSpec, device: torch.device) -> str | None:
+    """Why it leaves a call that it could take to the next backend."""
+    pairs = spec.seqlen_q * spec.seqlen_k * (0.5 if spec.window_right >= 0 else 1.0)
+    operations = 2 * spec.batch * spec.heads_q * pairs * (spec.head_dim + spec.head_dim_v)
+    if operations < WORTHWHILE:
+        return f"{operations / 1e9:.1f} GFLOP are too few to fill the GPU with its tiles: by itself it starts at 8"
+    if spec.seqlen_k >= MANY_KEYS * spec.seqlen_q:
+        return _has_few_tiles(spec, bytes_of_keys(spec), False, programs_on(device))
+    return None
+
+
+def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
+    """Why it leaves a call over a cache that it could take to the next backend."""
+    of, size, programs = call.spec, bytes_of_keys(call.spec), programs_on(call.given.q.device)
+    alike = call.cache.alike or of.batch == 1
+    if num_splits:
+        return "it does not split keys, and how a tile is computed may depend on those before it"
+    if is_narrow(of) and call.given.sinks is not None:
+        return "sinks come in behind it, which takes longer than what it saves"
+    fitting = of.head_dim == of.head_dim_v in NOT_PADDED[:2]
+    many = tiles_of(of) > (1 if alike else MANY) * programs and (alike or of.batch <= MOST_IN_ORDER)
+    if is_narrow(of) and fitting and many and size <= LONGEST:
+        return f"{tiles_of(of)} tiles are many, of which nobody splits any"
+    return _has_few_tiles(of, size, not alike, programs)
+
+
+def _has_few_tiles(of: AttentionSpec, size: int, unlike: bool, programs: int) -> str | None:
+    """Whether rows are so few, or tiles, that it is better to share keys out; unlike: one sequence may be longer than
+    others."""
+    fitting = of.head_dim == of.head_dim_v in NOT_PADDED
+    few_rows = of.seqlen_q * of.group <= FEW_ROWS and (fitting or size < 2 * SOON_READ)
+    waits = unlike and not (is_narrow(of) and size <= SOON_READ)
+    if few_rows or tiles_of(of) < LEAST[is_narrow(of), waits] * programs:
+        rows = of.seqlen_q * of.group
+        return f"{rows} rows for each of {of.heads_k} key heads of {of.batch} sequences are few for its tiles"
+    return None
+
+
+def is_narrow(spec: AttentionSpec) -> bool:
+    return spec.seqlen_q * spec.group <= NARROW
+
+
+def tiles_of(spec: AttentionSpec) -> int:
+    """How many tiles of rows."""
+    return spec.batch * spec.heads_k * -(-spec.seqlen_q * spec.group // choose(spec).rows)
+
+
+def bytes_of_keys(spec: AttentionSpec) -> int:
+    """K and V of a tile, or as many as there may be."""
+    return spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
