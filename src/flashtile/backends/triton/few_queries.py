@@ -9,6 +9,7 @@ from torch import Tensor
 from ...cache import Arguments, CachedCall
 from ...spec import AttentionSpec
 from .. import Forward
+from ..launcher import MAX_REMEMBERED
 from . import forward as whole
 from .decode_config import DecodeTiles, tasks_of, tasks_of_sequence, tile_m
 from .decode_launch import attend_like, decode_spec, multiprocessors_of, passes_over
@@ -19,7 +20,7 @@ from .launch import dense_rows
 # 64 and 8 sequences of one query over 4k and 32k 244 for 498, 243 for 473. See few_queries in hopper-runs-h200.json.
 MANY_KEYS = 4
 # Where a key head has several tiles of rows, tiles for each multiprocessor up to which keys are split, and from how
-# many on: 128 queries of 16 heads take 13 us for 16 over 1k, 11 for 10 over 512; 256 of 8 heads of 4 133 for 96 over 8k.
+# many on: 128 queries of 16 heads take 13 us for 16 over 1k, 11 for 10 over 512; 256 of 8 key heads 133 for 96 over 8k.
 FEW_TILES, LEAST_KEYS = 0.5, 1024
 
 NOTHING_ELSE = (None,) * (len(Arguments._fields) - 3)
@@ -28,7 +29,12 @@ NOTHING_ELSE = (None,) * (len(Arguments._fields) - 3)
 def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32."""
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    by_decoding = _over_a_cache(spec, q, k, v)
+    key = spec, q.device, *((x.stride(), x.data_ptr() & 15) for x in (q, k, v))
+    if key not in _BY_DECODING:
+        if len(_BY_DECODING) >= MAX_REMEMBERED:
+            _BY_DECODING.clear()
+        _BY_DECODING[key] = _over_a_cache(spec, q, k, v)
+    by_decoding = _BY_DECODING[key]
     return whole.forward(spec, q, k, v) if by_decoding is None else by_decoding(q, k, v)
 
 
@@ -37,6 +43,10 @@ def forward_like(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forwar
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return None
     return _over_a_cache(spec, q, k, v) or whole.forward_like(spec, q, k, v)
+
+
+_BY_DECODING: dict[tuple, Forward | None] = {}
+"""By problem and layout, which takes the host longer to work out than to launch."""
 
 
 def _over_a_cache(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
