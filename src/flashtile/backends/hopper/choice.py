@@ -17,8 +17,7 @@ MANY_KEYS = 4
 # Of a key head, queries times group: up to so many rows most of a product is for rows that are not there. At D 96 and
 # 192, whose keys Flash-Decoding's tiles pad, 16 rows and long tiles are faster even so: 64 sequences of 8 heads and 4k
 # keys take 191 us for 206, 373 for 386, 16 of these 52 for 62, 97 for 102; of 1k keys 17.5 for 16.3, 29 for 31.
-FEW_ROWS = 16
-NOT_PADDED = 64, 128, 256
+FEW_ROWS, PADDED = 16, (96, 192)
 # Rows up to which Flash-Decoding takes about as long as reading keys.
 NARROW = 32
 # Tiles for each multiprocessor from which on whole ones are faster than keys split among programs: narrow or not, and
@@ -32,7 +31,8 @@ SOON_READ = 512 << 10  # bytes of K and V of a tile
 # which the longest begin first, and where each ends: 64 of 32 rows and 1k, 2k keys take 72 us for 72, 133 for 131,
 # unlike 47 for 41, 78 for 71, of 8k 488 for 497. Of one length those are as fast from the second round on. At head dims
 # that they pad, or have tiles of 16 rows for, they take 1.1 to 1.6 times as long.
-MANY, LONGEST = 3.3, 2 << 20
+MANY, LONGEST, LONGEST_OF_ONE_LENGTH = 3.3, 2 << 20, 1 << 20
+NARROW_TILES = 64, 128  # head dims
 MOST_IN_ORDER = 256  # sequences of which it finds the longest
 
 
@@ -55,9 +55,11 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
         return "it does not split keys, and how a tile is computed may depend on those before it"
     if is_narrow(of) and call.given.sinks is not None:
         return "sinks come in behind it, which takes longer than what it saves"
-    fitting = of.head_dim == of.head_dim_v in NOT_PADDED[:2]
-    many = tiles_of(of) > (1 if alike else MANY) * programs and (alike or of.batch <= MOST_IN_ORDER)
-    if is_narrow(of) and fitting and many and size <= LONGEST:
+    if alike:
+        many = tiles_of(of) > programs and size <= LONGEST_OF_ONE_LENGTH
+    else:
+        many = tiles_of(of) > MANY * programs and size <= LONGEST and of.batch <= MOST_IN_ORDER
+    if many and is_narrow(of) and of.head_dim == of.head_dim_v in NARROW_TILES:
         return f"{tiles_of(of)} tiles are many, of which nobody splits any"
     return _has_few_tiles(of, size, not alike, programs)
 
@@ -65,8 +67,7 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
 def _has_few_tiles(of: AttentionSpec, size: int, unlike: bool, programs: int) -> str | None:
     """Whether rows are so few, or tiles, that it is better to share keys out; unlike: one sequence may be longer than
     others."""
-    fitting = of.head_dim == of.head_dim_v in NOT_PADDED
-    few_rows = of.seqlen_q * of.group <= FEW_ROWS and (fitting or size < 2 * SOON_READ)
+    few_rows = of.seqlen_q * of.group <= FEW_ROWS and (of.head_dim not in PADDED or size < 2 * SOON_READ)
     waits = unlike and not (is_narrow(of) and size <= SOON_READ)
     if few_rows or tiles_of(of) < LEAST[is_narrow(of), waits] * programs:
         rows = of.seqlen_q * of.group
