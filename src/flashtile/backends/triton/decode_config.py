@@ -225,6 +225,8 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 # - (2, 128), 16 rows, with lengths, the longest first, against shares (decode_longest_first): two 37.7 to 34.5 us at
 #   32,32,8,1024, 66.4 to 65.9 at 64 and, up to 1k, 42.8 to 36.1; three 97.1 to 95.1 at 96 and 57.2 to 52.3; four 127.2
 #   to 124.8 at 128 and 74.5 to 67.0. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9.
+#   Long ones (decode_long_tasks): two 248.5 to 245.6 us at 64,32,8,4096 and, up to 4k, 137.6 to 126.0, of 32 rows 254.9
+#   to 248.9 and 151.5 to 131.1, 258 to 248 at 128 up to 4k; but 157.8 to 195.9 at 40,32,8,4096.
 #   MOST_OF_THE_LAST (decode_rounds_partly_full): two 31.1 to 27.9 at 24 and 19.4 to 19.5 up to 1k, but 26.6 to 25.0 at
 #   20 and 17.4 to 18.1; three 78.8 to 75.2 at 72 and 46.4 to 42.5.
 #   32 rows: two 49.0 to 35.9 us at 240,32,1,1024, 75.8 to 66.0 at 400, 138 to 119 at 800; with lengths 76.8 to 69.0 at
