@@ -219,6 +219,14 @@ def test_explain_of_a_device_that_is_not_here(monkeypatch):
     assert limits.milliseconds(989e12, 0) == pytest.approx(1000)
 
 
+def test_explain_says_how_keys_of_few_queries_are_split(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    text = call("explain", 1, 1, 8192, 32, 8, 128, "--device", "cuda")
+    assert "128 keys, 4 warps" in text
+    assert "128 programs" in text
+    assert "64 of 4 × 128" in text  # of a group's rows 16 lie in a tile
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
