@@ -18,20 +18,14 @@ MANY_KEYS = 4
 # 192, whose keys Flash-Decoding's tiles pad, 16 rows and long tiles are faster even so: 64 sequences of 8 heads and 4k
 # keys take 191 us for 206, 373 for 386, 16 of these 52 for 62, 97 for 102; of 1k keys 17.5 for 16.3, 29 for 31.
 FEW_ROWS, PADDED = 16, (96, 192)
-# Rows up to which Flash-Decoding takes about as long as reading keys.
-NARROW = 32
-# Tiles for each multiprocessor from which on whole ones are faster than keys split among programs: narrow or not, and
-# whether one sequence may be much longer than others, whose tiles all wait for then. Of 8 heads and 8k keys, 64 rows:
-# 5, 6, 8 sequences 60 us for 60, 62 for 72, 67 for 89, but of unlike lengths 61 for 55 at 8, 70 for 76 at 12. 32 rows:
-# 62 for 58, 62 for 65 at 6, 7, unlike 61 for 45, 68 for 62 at 8, 12, and 112 of one head 112 for 122, unlike 74 for 71;
-# of 1k keys, which are soon read, 12.3 for 14.6 at 6, unlike 15.1 for 19.1 at 16.
-LEAST = {(False, False): 0.3, (False, True): 0.45, (True, False): 0.4, (True, True): 0.8}
-SOON_READ = 512 << 10  # bytes of K and V of a tile
-# And beyond which narrow ones, but the longest, are left to Flash-Decoding, as it has whole tasks for them, too, of
-# which the longest begin first, and where each ends: 64 of 32 rows and 1k, 2k keys take 72 us for 72, 133 for 131,
-# unlike 47 for 41, 78 for 71, of 8k 488 for 497. Of one length those are as fast from the second round on. At head dims
-# that they pad, or have tiles of 16 rows for, they take 1.1 to 1.6 times as long.
-MANY, LONGEST, LONGEST_OF_ONE_LENGTH = 3.3, 2 << 20, 1 << 20
+NARROW = 32  # rows
+# Up to so many bytes of K and V of a tile one that is longer than others is soon read.
+SOON_READ = 512 << 10
+# Tiles for each multiprocessor beyond which narrow ones, but long ones, are left to Flash-Decoding, as it has whole
+# tasks for them, too, of which the longest begin first, and another where one ends: 64 of 32 rows and 1k, 2k keys take
+# 72 us for 72, 133 for 131, of unlike lengths 47 for 41, 78 for 71. Of one length those are as fast from the second
+# round on. At head dims that they pad, or have tiles of 16 rows for, they take 1.1 to 1.6 times as long.
+MANY, LONG = 3.3, 1 << 20
 NARROW_TILES = 64, 128  # head dims
 MOST_IN_ORDER = 256  # sequences of which it finds the longest
 
@@ -55,11 +49,8 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
         return "it does not split keys, and how a tile is computed may depend on those before it"
     if is_narrow(of) and call.given.sinks is not None:
         return "sinks come in behind it, which takes longer than what it saves"
-    if alike:
-        many = tiles_of(of) > programs and size <= LONGEST_OF_ONE_LENGTH
-    else:
-        many = tiles_of(of) > MANY * programs and size <= LONGEST and of.batch <= MOST_IN_ORDER
-    if many and is_narrow(of) and of.head_dim == of.head_dim_v in NARROW_TILES:
+    many = tiles_of(of) > programs * (1 if alike else MANY) and (alike or of.batch <= MOST_IN_ORDER)
+    if many and size <= LONG and has_narrow_tiles(of):
         return f"{tiles_of(of)} tiles are many, of which nobody splits any"
     return _has_few_tiles(of, size, not alike, programs)
 
@@ -69,14 +60,37 @@ def _has_few_tiles(of: AttentionSpec, size: int, unlike: bool, programs: int) ->
     others."""
     few_rows = of.seqlen_q * of.group <= FEW_ROWS and (of.head_dim not in PADDED or size < 2 * SOON_READ)
     waits = unlike and not (is_narrow(of) and size <= SOON_READ)
-    if few_rows or tiles_of(of) < LEAST[is_narrow(of), waits] * programs:
+    if few_rows or tiles_of(of) < least_tiles(of, waits) * programs:
         rows = of.seqlen_q * of.group
         return f"{rows} rows for each of {of.heads_k} key heads of {of.batch} sequences are few for its tiles"
     return None
 
 
-def is_narrow(spec: AttentionSpec) -> bool:
-    return spec.seqlen_q * spec.group <= NARROW
+def least_tiles(of: AttentionSpec, waits: bool) -> float:
+    """Tiles for each multiprocessor from which on whole ones are faster than keys split among programs; waits: all may
+    wait for the tiles of one sequence.
+
+    Of 8 heads and 8k keys, 64 rows: 5, 6, 8 sequences take 60 us for 60, 62 for 72, 67 for 89, 32 rows: 6, 7 of these
+    62 for 58, 62 for 65. Of lengths from there down to a 64th, 64 rows: 8, 12 take 61 for 55, 70 for 76, and where all
+    are as long 67 for 89, 99 for 131; 32 rows: 12 of 8k 68 for 62, and 100 for 102, 112 of one head 74 for 71, and 112
+    for 122, 24 of 2k and 8 heads 34 for 40, and 58 for 65. The fewer tiles there are, the sooner a sequence three times
+    as long as most is one that all wait for.
+    """
+    if not waits:
+        return 0.4 if is_narrow(of) else 0.3
+    if not is_narrow(of):
+        return 0.7
+    return 1.2 if has_narrow_tiles(of) else 0.8
+
+
+def is_narrow(of: AttentionSpec) -> bool:
+    """Whether Flash-Decoding takes about as long as reading keys."""
+    return of.seqlen_q * of.group <= NARROW
+
+
+def has_narrow_tiles(of: AttentionSpec) -> bool:
+    """Whether Flash-Decoding has tiles for just these rows and dims."""
+    return is_narrow(of) and of.head_dim == of.head_dim_v in NARROW_TILES
 
 
 def tiles_of(spec: AttentionSpec) -> int:

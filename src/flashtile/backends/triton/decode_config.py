@@ -82,7 +82,6 @@ PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
 UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
 HALF_A_ROUND, MOST_OF_A_ROUND, MOST_OF_THE_LAST = 0.51, 0.6, 0.65  # whole tasks, of those that a GPU runs at once
-NEARLY_ALL = 15 / 16  # an estimate
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
@@ -122,7 +121,7 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     rows, but at D 256, or in so many rounds that their ends do not count; in 16 bits.
     """
     tasks, size = tasks_of(call.spec), bytes_of_a_task(call)
-    if call.cache.alike and (size >= LONG or call.cache.k.dtype.itemsize == 1):
+    if size >= LONG or (call.cache.alike and call.cache.k.dtype.itemsize == 1):
         return None
     most_of = {load: n * multiprocessors for load, n in ROUND.items()}
     narrow = tile_m(call.spec) == ROWS[0] and padded_dim(call.spec) <= 128
@@ -139,24 +138,22 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
     """The same of tasks of at most `size` bytes whose lengths the host does not know, by how many a round has.
 
     The longest are begun first, if sequences are not too many to look through, and short ones fill up what those leave.
-    So it is where there are many rounds, or most of the last is used if all are as long, nearly all if they may be
-    long; if no task may be so long that all wait for it, the longer the more there are. Only narrow ones that are not
-    long have place for more than two beside one another.
+    So it is where there are many rounds, or most of the last is used if all are as long; if no task may be so long that
+    all wait for it, the longer the more there are. Only narrow ones have place for more than two beside one another.
     """
     rounds_of_two = round(tasks / most_of["two"]) if batch <= MANY_SEQUENCES else 1
-    may_be_long = size > UNEVEN * min(max(rounds_of_two, 1), 3)
-    if size > LONG or (may_be_long and rounds_of_two < 2):
+    if size > UNEVEN * max(rounds_of_two, 1):
         return None
     if tasks <= most_of["one"]:
         return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] else None
     if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
-        return "two" if may_be_long else "three"
-    loads = ["two", "three", "four"] if narrow and not may_be_long else ["two"]
+        return "three"
+    loads = ["two", "three", "four"] if narrow else ["two"]
     if tasks <= most_of["four"]:
         loads = loads[:2]  # of half the bytes in flight: alone, at the end of their only round, four leave some unused
     full = {load: tasks / (-(-tasks // most_of[load]) * most_of[load]) for load in loads}
     load = max(full, key=lambda load: (full[load], most_of[load]))
-    return load if full[load] >= (NEARLY_ALL if may_be_long else MOST_OF_THE_LAST) else None
+    return load if full[load] >= MOST_OF_THE_LAST else None
 
 
 def shares_of_whole_tasks(tasks: int, most: int) -> int:
@@ -165,8 +162,8 @@ def shares_of_whole_tasks(tasks: int, most: int) -> int:
 
 
 def enough(programs: int, most: int) -> bool:
-    """Whether so few do, of so many that could run."""
-    return programs >= NEARLY_ALL * most
+    """Whether so few do, of so many that could run: all but a sixteenth at most, an estimate."""
+    return 16 * programs >= 15 * most
 
 
 ROWS = (16, 32, 64)  # the least that the matrix units take ... the most that registers hold beside a block of keys
@@ -225,8 +222,6 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 # - (2, 128), 16 rows, with lengths, the longest first, against shares (decode_longest_first): two 37.7 to 34.5 us at
 #   32,32,8,1024, 66.4 to 65.9 at 64 and, up to 1k, 42.8 to 36.1; three 97.1 to 95.1 at 96 and 57.2 to 52.3; four 127.2
 #   to 124.8 at 128 and 74.5 to 67.0. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9.
-#   Long ones (decode_long_tasks): two 248.5 to 245.6 us at 64,32,8,4096 and, up to 4k, 137.6 to 126.0, of 32 rows 254.9
-#   to 248.9 and 151.5 to 131.1, 258 to 248 at 128 up to 4k; but 157.8 to 195.9 at 40,32,8,4096.
 #   MOST_OF_THE_LAST (decode_rounds_partly_full): two 31.1 to 27.9 at 24 and 19.4 to 19.5 up to 1k, but 26.6 to 25.0 at
 #   20 and 17.4 to 18.1; three 78.8 to 75.2 at 72 and 46.4 to 42.5.
 #   32 rows: two 49.0 to 35.9 us at 240,32,1,1024, 75.8 to 66.0 at 400, 138 to 119 at 800; with lengths 76.8 to 69.0 at
