@@ -16,6 +16,9 @@ from .spec import AttentionSpec
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+# Keys for each query of a call without a cache, from which on it may be one over a cache (`over_a_cache`): a mask by
+# which queries see few keys leaves out none of them there.
+MANY_KEYS = 4
 
 
 class Arguments(NamedTuple):
@@ -233,3 +236,9 @@ class CachedCall(NamedTuple):
             q = apply_rotary(q, cos, sin, position + steps, self.interleaved)
         cache.write(k, v, start)
         return q
+
+
+def over_a_cache(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> CachedCall:
+    """A call without a cache, q (B, Sq, Hq, D), k and v (B, Sk, Hk, D | Dv), as one over k and v as they are."""
+    nothing = (None,) * (len(Arguments._fields) - 3)
+    return CachedCall(spec, Arguments(q, k, v, *nothing), interleaved=False)

@@ -171,6 +171,11 @@ def rows_apart(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
 
 
+def multiprocessors_of(device: torch.device) -> int:
+    """Those of a GPU; where kernels are interpreted, 1."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def prepared(device: torch.device, *calls: KernelCall) -> Run:
     """The launches of Triton kernels, in order, as `run_of` describes them; of an empty grid, nothing."""
     calls = tuple(call for call in calls if call.grid)

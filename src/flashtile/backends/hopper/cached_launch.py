@@ -1,4 +1,4 @@
-"""Calls over a cache by the Hopper forward kernel: chunks of a prompt, whose queries are many."""
+"""Calls over a cache by the Hopper forward kernel: chunks of a prompt, and many sequences of a few queries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CachedSpec(NamedTuple):
     rows: int  # of the cache, or pages
 
 
-EARLY = OPTIONS | {"launch_pdl": True}  # `await_kernel_before`
+EARLY = OPTIONS | {"launch_pdl": True}  # it starts while the kernel before ends: `await_kernel_before`
 MOVING = (*Arguments._fields, "end", "turned", "out", "lse")
 """What a run takes: arguments, where keys end, turned queries and results."""
 
@@ -71,9 +71,7 @@ def forward_call(
     tiles = config.choose(of)
     described = queries_of(moving), "k_cache", "v_cache", "out"
     names = *described, "lse", "pieces", "cache_seqlens", "cache_leftpad", places, "end", "schedule"
-    stored = Stored(
-        rows_apart(moving[places]), spec.seqlen_new, spec.page_size, dealt, None if dealt is None else of.batch
-    )
+    stored = Stored(rows_apart(moving[places]), spec.seqlen_new, spec.page_size, dealt, of.batch)
     boxes_of = zip(described, cached_boxes(of, tiles, spec.page_size), strict=True)
     moving = moving | {name: describe(moving[name], box) for name, box in boxes_of} | {"pieces": None}
     numbers = scalars(of, tiles, rounds=schedule.shape[1], stored=stored)

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from ...cache import CachedCall
+from ...cache import MANY_KEYS, CachedCall
 from ...spec import AttentionSpec
 from .config import choose
 from .launch import programs_on
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
 WORTHWHILE = 8e9
-# Keys for each query, from which on Flash-Decoding may be faster.
-MANY_KEYS = 4
 # Of a key head, queries times group: up to so many rows most of a product is for rows that are not there. At D 96 and
 # 192, whose keys Flash-Decoding's tiles pad, 16 rows and long tiles are faster even so: 64 sequences of 8 heads and 4k
 # keys take 191 us for 206, 373 for 386, 16 of these 52 for 62, 97 for 102; of 1k keys 17.5 for 16.3, 29 for 31.
@@ -24,7 +22,7 @@ SOON_READ = 512 << 10
 # Tiles for each multiprocessor beyond which narrow ones, but long ones, are left to Flash-Decoding, as it has whole
 # tasks for them, too, of which the longest begin first, and another where one ends: 64 of 32 rows and 1k, 2k keys take
 # 72 us for 72, 133 for 131, of unlike lengths 47 for 41, 78 for 71. Of one length those are as fast from the second
-# round on. At head dims that they pad, or have tiles of 16 rows for, they take 1.1 to 1.6 times as long.
+# round on. At head dims that they pad, or have tiles of 16 rows for, they take 1.03 to 1.6 times as long.
 MANY, LONG = 3.3, 1 << 20
 NARROW_TILES = 64, 128  # head dims
 MOST_IN_ORDER = 256  # sequences of which it finds the longest

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...spec import AttentionSpec
 from .. import Forward
-from ..launcher import KernelCall, Launcher, Run, forward_pass, forward_pass_like, prepared
+from ..launcher import KernelCall, Launcher, Run, forward_pass, forward_pass_like, multiprocessors_of, prepared
 from . import compiling, config
 from .forward import forward_kernel
 from .forward_pieces import merge_kernel
@@ -99,7 +99,7 @@ def shared_tiles(heads: int, rows: int, pieces: list[list[Piece]]) -> Tensor:
 
 def programs_on(device: torch.device) -> int:
     """How many persistent programs run on a GPU: one on each multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors_of(device)
 
 
 class ForwardKernel(Launcher):
@@ -169,8 +169,8 @@ class Stored(NamedTuple):
     stride_places: int
     seqlen_new: int
     page_size: int  # 0: not in pages
-    dealt: Tensor | None = None  # what the schedule is made of, by the order of so many sequences' lengths
-    batches: int | None = None
+    dealt: Tensor | None  # what the schedule is made of, by the order of sequences' lengths
+    batches: int
 
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int, stored: Stored | None = None) -> tuple:

@@ -21,10 +21,11 @@ ASSUMED = 132  # multiprocessors of a GPU that is not there
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 if _INSTALLED:
+    from ..launcher import multiprocessors_of
     from . import few_queries
     from .backward import backward, backward_like
-    from .decode_launch import attend_like, multiprocessors_of, passes_over
-    from .few_queries import forward, forward_like
+    from .decode_launch import attend_like, passes_over
+    from .forward import forward, forward_like
 
 __all__ = [
     "attend_like", "backward", "backward_like", "forward", "forward_like", "passes_over", "plan",
@@ -56,8 +57,7 @@ def plan(spec: AttentionSpec, device: torch.device) -> Plan:
     where = table_of(arch) if arch else "sm_90, assumed"
     multiprocessors = multiprocessors_of(device) if arch else ASSUMED
     if few_queries.are_few(spec, multiprocessors):
-        of_keys, programs, queries = few_queries.plan(spec, arch or "sm_90", multiprocessors)
-        return Plan(f"{of_keys} ({where})", programs, queries, of_keys.tile_n)
+        return few_queries.plan(spec, arch or "sm_90", multiprocessors, where)
     tiles = choose("forward", spec, arch or "sm_90")
     grid = -(-spec.seqlen_q // tiles.tile_m) * spec.heads_q * spec.batch
     return Plan(f"{tiles} ({where})", grid, tiles.tile_m, tiles.tile_n)

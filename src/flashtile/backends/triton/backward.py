@@ -22,7 +22,7 @@ from torch import Tensor
 from ...arch import arch_of
 from ...spec import AttentionSpec
 from .. import Backward
-from ..launcher import Launcher, Run, backward_pass, backward_pass_like, strides
+from ..launcher import Launcher, Run, backward_pass, backward_pass_like, multiprocessors_of, strides
 from .config import Tiles, choose, has_tiles
 from .launch import NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units
 from .tile import (
@@ -335,7 +335,7 @@ def programs_at_once(device: torch.device) -> int:
     """How many programs of `GRADIENTS` run at the same time at least: two on a multiprocessor (tests/test_aot.py)."""
     if device.type == "cpu":
         return 16  # interpreted: so that some problems take one launch and others two
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 * multiprocessors_of(device)
 
 
 def at_once(spec: AttentionSpec, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from ..launcher import (
     behind,
     call_of,
     empty_out,
+    multiprocessors_of,
     prepared,
     results_of,
     rows_apart,
@@ -75,8 +76,8 @@ class DecodeSpec(NamedTuple):
 
     @property
     def sizes_of_parts(self) -> tuple[int, int]:
-        """Of two parts that each program may leave, for each row: Dv outputs, and m and l."""
-        rows = 2 * self.programs * tile_m(self.attention)
+        """Of two parts that each program may leave, if any may, for each row: Dv outputs, and m and l."""
+        rows = 2 * self.programs * tile_m(self.attention) if self.merges else 0
         return rows * self.attention.head_dim_v, rows * 2
 
     @property
@@ -275,11 +276,6 @@ def passes_over(call: CachedCall) -> str | None:
     return None
 
 
-def multiprocessors_of(device: torch.device) -> int:
-    """Those of a GPU; where kernels are interpreted, 1."""
-    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
     """attend(given) for arguments like those of this call, by Flash-Decoding: out, and lse if it is wanted.
 
@@ -292,7 +288,7 @@ def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
     decode = decode_spec(call, num_splits, arch, multiprocessors_of(device))
     out_like, lse_like = results_of(of, device)
     turned_like = torch.empty_like(given.q, memory_format=torch.contiguous_format) if call.rotary_dims else None
-    n_acc, n_sums = decode.sizes_of_parts if decode.merges else (0, 0)
+    n_acc, n_sums = decode.sizes_of_parts
     n_room = n_acc + n_sums + (0 if wants_lse else lse_like.numel())
     room_like = torch.empty(n_room, dtype=torch.float32, device=device)
     capacity, seqlen_new = of.seqlen_k, call.seqlen_new

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...spec import AttentionSpec
 from .. import Forward
-from ..launcher import forward_pass, forward_pass_like, strides
+from ..launcher import Launcher, forward_pass, forward_pass_like, strides
 from .config import Tiles
+from .few_queries import FEW_QUERIES, has_few_queries
 from .launch import FLOAT32_TINY, NOT_SPECIALIZED, Kernel, Launch, constants, dense_rows, score_units
 from .tile import LN2, load_tile, part_of, place, softmax_step, store_tile, tanh, visible, visible_blocks
 
@@ -96,11 +97,17 @@ FORWARD = Kernel("forward", forward_kernel, _launch)
 
 
 def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32, by Algorithm 1."""
-    return forward_pass(FORWARD, spec, dense_rows(q), dense_rows(k), dense_rows(v))
+    """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32, by Algorithm 1 or, of few queries, by
+    Flash-Decoding."""
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    return forward_pass(_launcher(spec, q, k, v), spec, q, k, v)
 
 
 def forward_like(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward | None:
     """`forward` for tensors that lie like these, None if it copies them first."""
     copies = any(x.stride(-1) != 1 for x in (q, k, v))
-    return None if copies else forward_pass_like(FORWARD, spec, q, k, v)
+    return None if copies else forward_pass_like(_launcher(spec, q, k, v), spec, q, k, v)
+
+
+def _launcher(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Launcher:
+    return FEW_QUERIES if has_few_queries(spec, q, k, v) else FORWARD
