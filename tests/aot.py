@@ -145,10 +145,10 @@ def compile_hopper_cached(case: AttentionSpec, page_size: int) -> tuple[Usage, o
     *_, out, lse = of_a_call(case)
     turned = torch.empty_like(call.given.q)
     moving = dict(zip(cached_launch.MOVING, (*call.given, case.seqlen_k, turned, out, lse), strict=True))
-    table, in_order = cached_schedule.schedule_of(case, False, 132)
-    moving["schedule"] = table = empty(*table.shape, dtype=table.dtype)
+    schedule = cached_schedule.schedule_of(case, False, 132, torch.device("meta"))
+    moving |= {"schedule": schedule.table, "pieces": schedule.pieces, "shared": schedule.shared}
     cached = cached_launch.CachedSpec(case, page_size, call.seqlen_new, len(call.given.k_cache))
-    launched = cached_launch.forward_call(cached, moving, {}, table if in_order else None)
+    launched = cached_launch.forward_call(cached, moving, {}, schedule)
     return _compile_gluon(launched.fn, launched.arguments, forward=True)
 
 

@@ -22,6 +22,7 @@ import torch
 from gluon_values import Matrices, Matrix, Number, Pointer, Shared, registers
 
 import flashtile.backends.hopper
+from flashtile.backends.launcher import KernelCall
 
 LOCK = threading.Condition()
 HERE = threading.local()  # .program and, of one role, .threads, and .products and .stores in flight
@@ -273,9 +274,10 @@ def gl_load(pointer: Pointer, mask: torch.Tensor | None = None, other: float = 0
     return registers(torch.where(mask, pointer.tensor[torch.where(mask, pointer.at, 0)], other))
 
 
-def gl_store(pointer: Pointer, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+def gl_store(pointer: Pointer, x: torch.Tensor | int, mask: torch.Tensor | None = None) -> None:
+    at, x = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(x))
     mask = torch.full(x.shape, True) if mask is None else mask
-    pointer.tensor[pointer.at[mask]] = torch.Tensor(x[mask])
+    pointer.tensor[at[mask]] = torch.Tensor(x[mask]).to(pointer.tensor.dtype)
 
 
 def gl_sum(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -456,3 +458,9 @@ def run(kernel: Any, programs: int, arguments: tuple, seconds: float = 60.0, tog
             raise program.errors[0]
         if program.stopped:
             raise TimeoutError(f"program {program.id} stands still")
+
+
+def run_call(module: str, call: KernelCall) -> None:
+    """A launch of a kernel of a module of the Hopper backend."""
+    arguments = (Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x for x in call.arguments)
+    run(getattr(load(module), call.fn.__name__), call.grid, tuple(arguments))

@@ -59,9 +59,13 @@ class Pointer:
 
     def __init__(self, tensor: torch.Tensor, at: Any = 0) -> None:
         self.tensor, self.at = tensor, at
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
 
     def __add__(self, steps: Any) -> Pointer:
         return Pointer(self.tensor, self.at + steps)
+
+    def __sub__(self, steps: Any) -> Pointer:
+        return self + -steps
 
     def __getitem__(self, axes: tuple) -> Pointer:
         return Pointer(self.tensor, self.at[axes])

@@ -21,6 +21,7 @@ from flashtile.cache import FP8
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors
 
+CPU = torch.device("cpu")
 CAPACITY = 768
 LAYOUTS = {"in one piece": 0, "rows": 0, "left-padded": 0} | {f"pages of {n}": n for n in (8, 16, 64, 128, 256)}
 """How the keys of sequences lie in a cache: how many a page has."""
@@ -125,29 +126,27 @@ def test_tiles_dealt_by_length_are_those_of_sequences(batch, layout):
     problem.ends = torch.randint(0, 40, (batch,))
     if layout == "left-padded":
         problem.settings["cache_leftpad"] = (problem.ends // 3).int()
-    table, in_order = cached_schedule.schedule_of(case, False, 3)
-    assert in_order
+    table = cached_schedule.schedule_of(case, False, 3, CPU).dealt
+    assert table is not None
     assert sorted(x for row in table.tolist() for x in row[1 : 1 + row[0]]) == [
         head << 32 for head in range(batch * heads_of(case))
     ]
-    found, forward_cache = torch.full_like(table, -1), gluon_on_cpu.load("forward_cache")
+    found, forward_schedule = torch.full_like(table, -1), gluon_on_cpu.load("forward_schedule")
     lengths, leftpad, dealt, schedule = (
         x if x is None else gluon_on_cpu.Pointer(x.view(-1))
         for x in (problem.ends.int(), problem.settings.get("cache_leftpad"), table, found)
     )
-    keys = forward_cache.CachedKeys(lengths, leftpad, None, None, 0, True, 0)
+    keys = gluon_on_cpu.load("forward_cache").CachedKeys(lengths, leftpad, None, None, 0, True, 0)
     p = SimpleNamespace(keys=keys, seqlen_k=CAPACITY, heads_q=heads_of(case), PACK=1, schedule=schedule)
     p.rounds = table.shape[1]
-    gluon_on_cpu.run(forward_cache.longest_first, len(table), (p, dealt, batch))
+    gluon_on_cpu.run(forward_schedule.longest_first, len(table), (p, dealt, batch))
     wanted = of_sequences(table, problem)
     for row, mine in zip(wanted.tolist(), found.tolist(), strict=True):
         assert mine[: 1 + row[0]] == row[: 1 + row[0]]
 
 
-@pytest.mark.parametrize(("name", "layout", "lengths"), PAIRS, ids=map("-".join, PAIRS))
-def test_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengths, monkeypatch):
-    """Three programs; where each sequence has its own length, the last key counts as new."""
-    problem = Problem(name, layout, lengths)
+def computed(problem: Problem, programs: int, monkeypatch) -> tuple[Tensor, Tensor, cached_schedule.Schedule]:
+    """out, lse and what each program did; where each sequence has its own length, the last key counts as new."""
     case, seqlen_new = problem.case, 0 if problem.alike else 1
     out = torch.full((case.batch, case.seqlen_q, case.heads_q, case.head_dim_v), math.nan, dtype=case.dtype)
     lse = torch.full((case.batch, case.heads_q, case.seqlen_q), math.nan)
@@ -156,14 +155,40 @@ def test_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengt
         given["end"] = problem.lengths
     else:
         given["cache_seqlens"] = (problem.ends - seqlen_new).int()
-    table, in_order = cached_schedule.schedule_of(case, problem.alike and layout != "left-padded", 3)
-    given["schedule"] = torch.full_like(table, -1) if in_order else table
+    alike = problem.alike and "cache_leftpad" not in problem.settings
+    schedule = cached_schedule.schedule_of(case, alike, programs, CPU)
+    for x in schedule.scratch:
+        x.fill_(math.nan if x.is_floating_point() else -1)
+    given |= {"schedule": schedule.table, "pieces": schedule.pieces, "shared": schedule.shared}
     moving = dict.fromkeys(cached_launch.MOVING) | given | problem.settings
     monkeypatch.setattr(cached_launch, "describe", lambda x, box: gluon_on_cpu.Descriptor(x, [1, *box]))
     of = CachedSpec(case, problem.page_size, seqlen_new, len(problem.k))
-    call = cached_launch.forward_call(of, moving, {}, table if in_order else None)
-    arguments = (gluon_on_cpu.Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in call.arguments)
-    gluon_on_cpu.run(gluon_on_cpu.load("forward").forward_kernel, call.grid, tuple(arguments))
+    call = cached_launch.forward_call(of, moving, {}, schedule)
+    gluon_on_cpu.run_call("forward", call)
+    if schedule.shared is not None:
+        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(case, moving, schedule))
+    return out, lse, schedule
+
+
+@pytest.mark.parametrize(("name", "layout", "lengths"), PAIRS, ids=map("-".join, PAIRS))
+def test_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengths, monkeypatch):
+    problem = Problem(name, layout, lengths)
+    out, lse, schedule = computed(problem, 3, monkeypatch)
+    assert schedule.shared is None
+    assert problem.wrong(out, lse) == []
+
+
+IN_SHARES = [(name, "in one piece", lengths) for name in CASES if name != "window" for lengths in ("alike", "of each")]
+IN_SHARES += [("D 128", layout, "of each, a block's end") for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("programs", [20, 60])
+@pytest.mark.parametrize(("name", "layout", "lengths"), IN_SHARES, ids=map("-".join, IN_SHARES))
+def test_queries_see_as_much_where_programs_share_keys(name, layout, lengths, programs, monkeypatch):
+    """A few programs for each tile, and more than have a block."""
+    problem = Problem(name, layout, lengths)
+    out, lse, schedule = computed(problem, programs, monkeypatch)
+    assert schedule.shared[:, 4].max() > 1
     assert problem.wrong(out, lse) == []
 
 

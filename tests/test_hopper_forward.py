@@ -52,23 +52,10 @@ def forward_on_cpu(case: AttentionSpec, tiles: config.Tiles, inputs: Inputs, pro
     kernel = gluon_on_cpu.load("forward").forward_kernel
     scalars = launch.scalars(case, tiles, rounds=table.shape[1])
     gluon_on_cpu.run(kernel, len(table), (*descriptors, *written, *launch.NO_CACHE, case.seqlen_k, schedule, *scalars))
-    merge_pieces(case, tiles, of, pieces, out, lse)
+    if len(pieces):
+        merge = launch.merge_call(case, tiles, of, pieces, out, lse)
+        gluon_on_cpu.run_call("forward_pieces", merge)
     return Result(out, lse)
-
-
-def merge_pieces(case, tiles, of, pieces, out, lse):
-    """What `merge_kernel` does."""
-    pack = config.heads_per_tile(case, tiles)
-    for batch, head, query, first, count in launch.shared_tiles(
-        case.heads_q // pack, tiles.rows // pack, of.pieces
-    ).tolist():
-        sizes = tiles.rows * tiles.head_dim_v, tiles.rows, tiles.rows
-        outs, lses, inverses = pieces[first : first + count].split(sizes, 1)
-        merged = ((lses.softmax(0) * inverses)[:, :, None] * outs.view(count, tiles.rows, -1)).sum(0)
-        for row in range(tiles.rows):
-            if (at := query + row // pack) < case.seqlen_q:
-                lse[batch, head * pack + row % pack, at] = lses[:, row].logsumexp(0)
-                out[batch, at, head * pack + row % pack] = merged[row, : case.head_dim_v].to(out.dtype)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -103,24 +90,6 @@ def test_out_and_lse_are_right_where_programs_share_tiles(name):
     inputs = make_inputs(case)
     result = forward_on_cpu(case, tiles, inputs, programs)
     assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
-
-
-@pytest.mark.interpreter
-@pytest.mark.usefixtures("shared_at_once")
-@pytest.mark.parametrize("name", SHARED)
-def test_pieces_of_tiles_are_merged(name):
-    case, programs = SHARED[name]
-    tiles = config.choose(case)
-    of = launch.shares(case, tiles, programs)
-    pieces = torch.randn(sum(map(len, of.pieces)), tiles.rows * (tiles.head_dim_v + 2))
-    shape = case.batch, case.seqlen_q, case.heads_q, case.head_dim_v
-    (out, lse), (expected, expected_lse) = (
-        (torch.zeros(shape, dtype=HALF), torch.zeros(case.batch, case.heads_q, case.seqlen_q)) for _ in range(2)
-    )
-    launch.prepare_merge(case, tiles, of, pieces, out, lse)(pieces, out, lse)
-    merge_pieces(case, tiles, of, pieces, expected, expected_lse)
-    torch.testing.assert_close(lse, expected_lse)
-    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize(

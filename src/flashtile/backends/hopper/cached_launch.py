@@ -14,9 +14,10 @@ from .. import Attend
 from ..append import AppendSpec, append_call, append_spec, places_of, queries_of
 from ..launcher import KernelCall, Launcher, Run, call_of, empty_out, prepared, results_of, rows_apart
 from . import compiling, config
-from .cached_schedule import schedule_of
+from .cached_schedule import Schedule, schedule_of
 from .forward import forward_kernel
-from .launch import OPTIONS, Box, Stored, boxes, describe, programs_on, scalars
+from .forward_pieces import merge_kernel
+from .launch import OPTIONS, Box, Stored, boxes, describe, merge_scalars, programs_on, scalars
 
 SINKS = Arguments._fields.index("sinks")
 SWIZZLED = 64  # numbers of 16 bits of a row that lie together in shared memory, at most
@@ -37,7 +38,7 @@ MOVING = (*Arguments._fields, "end", "turned", "out", "lse")
 
 
 class CachedForward(Launcher):
-    """`append_kernel` if keys are new, and `forward_kernel`."""
+    """`append_kernel` if keys are new, `forward_kernel`, and `merge_kernel` where programs share keys."""
 
     def prepare(self, spec: tuple[AppendSpec | None, CachedSpec], tensors: tuple) -> Run:
         append, cached = spec
@@ -46,36 +47,43 @@ class CachedForward(Launcher):
         if isinstance(moving["cache_seqlens"], int):
             moving["cache_seqlens"] = None  # what it says is in `end`
         alike = moving["cache_seqlens"] is None and moving["cache_leftpad"] is None
-        table, in_order = schedule_of(cached.attention, alike, programs_on(device))
-        table = table.to(device)
-        moving["schedule"] = schedule = torch.empty_like(table) if in_order else table
-        before = [] if append is None else [append_call(append, moving)]
-        write = prepared(device, *before)
+        runs = [] if append is None else [prepared(device, append_call(append, moving))]
+        schedule = schedule_of(cached.attention, alike, programs_on(device), device)
+        moving |= {"schedule": schedule.table, "pieces": schedule.pieces, "shared": schedule.shared}
         with compiling.for_hopper(EARLY, forward=True) as options:
-            attend = prepared(device, forward_call(cached, moving, options, table if in_order else None))
+            runs.append(prepared(device, forward_call(cached, moving, options, schedule)))
+        if schedule.pieces is not None:
+            runs.append(prepared(device, merge_call(cached.attention, moving, schedule)))
+        scratch = schedule.scratch
+        kept = [] if scratch else [schedule.table]
+        empty_out(*scratch)
 
         def launch(*tensors: Tensor | int | None) -> None:
-            given = (*tensors, torch.empty_like(schedule) if in_order else schedule)
-            if before:
-                write(*given)
-            attend(*given)
+            given = (*tensors, *map(torch.empty_like, scratch), *kept)
+            for run in runs:
+                run(*given)
 
         return launch
 
 
-def forward_call(
-    spec: CachedSpec, moving: dict[str, Any], options: dict[str, Any], dealt: Tensor | None = None
-) -> KernelCall:
-    """`forward_kernel`, from queries and the cache to out and lse; the schedule as it is, or made of what is dealt."""
-    of, places, schedule = spec.attention, places_of(spec.page_size), moving["schedule"]
+def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, Any], schedule: Schedule) -> KernelCall:
+    """`forward_kernel`, from queries and the cache to out and lse, or to pieces of them."""
+    of, places, table = spec.attention, places_of(spec.page_size), schedule.table
     tiles = config.choose(of)
     described = queries_of(moving), "k_cache", "v_cache", "out"
-    names = *described, "lse", "pieces", "cache_seqlens", "cache_leftpad", places, "end", "schedule"
-    stored = Stored(rows_apart(moving[places]), spec.seqlen_new, spec.page_size, dealt, of.batch)
+    names = *described, "lse", "pieces", "shared", "cache_seqlens", "cache_leftpad", places, "end", "schedule"
+    from_place = rows_apart(moving[places]), spec.seqlen_new, spec.page_size
+    stored = Stored(*from_place, schedule.dealt, of.batch, schedule.m_blocks)
     boxes_of = zip(described, cached_boxes(of, tiles, spec.page_size), strict=True)
-    moving = moving | {name: describe(moving[name], box) for name, box in boxes_of} | {"pieces": None}
-    numbers = scalars(of, tiles, rounds=schedule.shape[1], stored=stored)
-    return call_of(forward_kernel, len(schedule), moving, names, numbers, options)
+    moving = moving | {name: describe(moving[name], box) for name, box in boxes_of}
+    numbers = scalars(of, tiles, rounds=table.shape[1], stored=stored)
+    return call_of(forward_kernel, len(table), moving, names, numbers, options)
+
+
+def merge_call(of: AttentionSpec, moving: dict[str, Any], schedule: Schedule) -> KernelCall:
+    """`merge_kernel`, from pieces to out and lse."""
+    programs, numbers = merge_scalars(of, config.choose(of), len(schedule.shared), in_shares=True)
+    return call_of(merge_kernel, programs, moving, ("pieces", "out", "lse", "shared"), numbers, EARLY)
 
 
 def cached_boxes(spec: AttentionSpec, tiles: config.Tiles, page_size: int) -> tuple[Box, ...]:

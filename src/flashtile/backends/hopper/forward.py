@@ -19,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from .channel import WARPS, add_rings, anew, load_slot, make_ring, pair_of, width_of_slot
 from .compat import call_as_worker
-from .forward_cache import CachedKeys, await_kernel_before, clear_past, load_keys, longest_first
+from .forward_cache import CachedKeys, await_kernel_before, clear_past, load_keys
 from .forward_epilogue import finish
 from .forward_problem import TAIL, Problem, in_order, mask, masked_blocks, middle_blocks, scores_product, tile_to_load
+from .forward_schedule import longest_first, share_out
 from .tile import (
     add_product,
     await_stores,
@@ -114,7 +115,8 @@ def load_walk(p, q_desc, k_desc, v_desc, q_rings, k_ring, v_ring, q_position, po
             col_before = col
             position += 1
         q_position += 1
-    load_keys(p, v_desc, v_ring, position - 1, batch_before, col_before, head_before)
+    if not p.SHARED or n_tiles > 0:
+        load_keys(p, v_desc, v_ring, position - 1, batch_before, col_before, head_before)
     return q_position, position
 
 
@@ -444,7 +446,7 @@ def compute_walk(
                          lse_ptr, pieces_ptr, out_buffer, failures, p_layout, row_layout)  # fmt: skip
     if warpgroup == 0:
         take_turn(warpgroup)
-    if p.FLAT:
+    if p.FLAT and (not p.SHARED or n_tiles > 0):
         end_tile(p, warpgroup, o, probs, m, l, has_o, v_ring, position - 1, batch, head, row, piece, out_desc, lse_ptr,
                  pieces_ptr, out_buffer, failures, p_layout, row_layout)  # fmt: skip
     await_stores()
@@ -453,12 +455,12 @@ def compute_walk(
 
 @gluon.jit(do_not_specialize=[
     "seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds", "stride_places", "seqlen_new",
-    "batches",
+    "batches", "m_blocks",
 ])  # fmt: skip
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, pieces_ptr, seqlens_ptr, leftpad_ptr, places_ptr, seqlen_k, schedule_ptr,
-    seqlen_q, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in, stride_places, seqlen_new,
-    dealt_ptr, batches,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, pieces_ptr, shared_ptr, seqlens_ptr, leftpad_ptr, places_ptr, seqlen_k,
+    schedule_ptr, seqlen_q, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in, stride_places,
+    seqlen_new, dealt_ptr, batches, m_blocks,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     STEADY: gl.constexpr, TAILS: gl.constexpr, FLAT: gl.constexpr, O_AWAITED: gl.constexpr, Q_KEPT: gl.constexpr,
@@ -467,7 +469,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`. CACHED: K and V are a
     cache, in pages if PAGE_SIZE is not 0, of which the descriptors may have less than a block; seqlen_k: what a
-    sequence has there at most; dealt_ptr: what the schedule, which is not written yet, is made of."""
+    sequence has there at most; dealt_ptr: what the schedule, which is not written yet, is made of; m_blocks: blocks of
+    rows of a head, where programs share keys, and write of tiles, to shared_ptr, what `merge_kernel` is to know."""
     keys = CachedKeys(seqlens_ptr, leftpad_ptr, places_ptr, stride_places, seqlen_new, CACHED, PAGE_SIZE)
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, keys, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,
@@ -485,6 +488,8 @@ def forward_kernel(
         await_kernel_before()
     if dealt_ptr is not None:
         longest_first(p, dealt_ptr, batches)
+    if m_blocks is not None:
+        share_out(p, shared_ptr, batches, m_blocks)
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([

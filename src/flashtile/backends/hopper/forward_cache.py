@@ -16,8 +16,6 @@ from .compat import aggregate, barrier, load_async
 from .tile import parts_of, width_of
 
 CLEARED = gl.constexpr(16)  # rows of V at a time: 16 registers of each thread at 128 dims
-MOST_SEQUENCES = gl.constexpr(128)  # that are put in order: a thread of a warpgroup compares each with all others
-COMPARED = gl.constexpr(16)  # at a time
 
 
 @aggregate
@@ -92,37 +90,6 @@ def await_kernel_before():
     where programs end."""
     gdc_wait()
     gdc_launch_dependents()
-
-
-@gluon.jit
-def longest_first(p, dealt, batches):
-    """Writes this program's tiles of the schedule: those that are dealt to it, each of the sequence that has its place
-    when the longest come first (see cached_schedule.py). Of sequences with as many keys the first comes first."""
-    layout: gl.constexpr = gl.BlockedLayout([1, COMPARED], [32, 1], [gl.num_warps(), 1], [1, 0])
-    sequence = gl.arange(0, MOST_SEQUENCES, gl.SliceLayout(1, layout))
-    number = gl.arange(0, COMPARED, gl.SliceLayout(0, layout))
-    row = gl.program_id(0) * p.rounds
-    end = p.rounds // 2  # behind it are pieces, of which there are none
-    entry = gl.load(dealt + row + number, number < end, 0)
-    last = batches - 1
-    keys = p.keys.count(gl.minimum(sequence, last), p.seqlen_k)[:, None]
-    place = gl.zeros_like(sequence)
-    for first in range(0, batches, COMPARED):
-        other = first + number
-        of_other = gl.where(other <= last, p.keys.count(gl.minimum(other, last), p.seqlen_k), -1)[None, :]
-        is_ahead = (of_other > keys) | ((of_other == keys) & (other[None, :] < sequence[:, None]))
-        place += gl.sum(is_ahead.to(gl.int32), axis=1)
-    place = gl.where(sequence <= last, place, -1)
-    heads = p.heads_q // p.PACK
-    for first in range(0, end, COMPARED):
-        at = first + number
-        head = (entry >> 32).to(gl.int32)
-        has_place = (head // heads)[None, :] == place[:, None]
-        found = gl.sum(gl.where(has_place, sequence[:, None], 0), axis=0)
-        of_sequence = ((found * heads + head % heads).to(gl.int64) << 32) | (entry & 0xFFFFFFFF)
-        gl.store(p.schedule + row + at, gl.where(at == 0, entry, of_sequence), at < end)
-        entry = gl.load(dealt + row + COMPARED + at, at < end - COMPARED, 0)
-        barrier()
 
 
 @gluon.jit

@@ -67,6 +67,7 @@ def finish(
     log_l = gl.fma(exponent, LN2, (rest - left) * LN2)
     lse = gl.where(empty, float("-inf"), gl.fma(m, p.natural, log_l))
     if p.PIECES and piece > 0:
-        store_piece(p, warpgroup, o, lse, inverse, piece - 1, pieces_ptr, row_layout)
+        if row < p.seqlen_q:
+            store_piece(p, warpgroup, o, lse, inverse, piece - 1, pieces_ptr, row_layout)
         row = p.seqlen_q  # of the tile nothing
     store_tile(p, scaled(o, inverse), lse, batch, head, row, out_desc, lse_ptr, out_buffer, row_layout)

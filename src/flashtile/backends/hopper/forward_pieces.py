@@ -1,56 +1,73 @@
-"""What programs leave of tiles that they share in the forward pass, merged, in plain Triton.
+"""What programs leave of tiles that they share in the forward pass, merged.
 
 Legend: pieces: float32, of each what `store_piece` in forward_epilogue.py leaves: O (ROWS, DIM_V), lse (ROWS,), and
 what O is to be multiplied by (ROWS,) · shared: (tiles, 5), see `shared_tiles` in launch.py · out (B, Sq, Hq, Dv), lse
 (B, Hq, Sq).
 """
 
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .forward_cache import await_kernel_before
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
 
 
-@triton.jit
-def lse_of_pieces(of_rows, i, count, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """(AT_ONCE, rows): lse of pieces i ..., -inf past the last."""
-    piece = i + tl.arange(0, AT_ONCE)
-    return tl.load(of_rows[None, :] + piece[:, None] * STRIDE, (piece < count)[:, None], float("-inf"))
-
-
-@triton.jit(do_not_specialize=["seqlen_q", "heads_q"])
+@gluon.jit(do_not_specialize=["seqlen_q", "heads_q", "row_blocks"])
 def merge_kernel(
-    pieces_ptr, out_ptr, lse_ptr, shared_ptr, seqlen_q, heads_q,
-    DV: tl.constexpr, DIM_V: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr, PACK: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
+    pieces_ptr, out_ptr, lse_ptr, shared_ptr, seqlen_q, heads_q, row_blocks,
+    DV: gl.constexpr, DIM_V: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, PACK: gl.constexpr,
+    AT_A_TIME: gl.constexpr, AT_ONCE: gl.constexpr, IN_SHARES: gl.constexpr,
 ):  # fmt: skip
-    """AT_A_TIME rows of a tile: out and lse of its pieces (section 6 of docs/algorithm.md), in the same order in every
-    run."""
-    STRIDE: tl.constexpr = ROWS * (DIM_V + 2)
-    AT_ONCE: tl.constexpr = 8
-    shared_ptr += tl.program_id(0) // (ROWS // AT_A_TIME) * 5
-    batch, head, query = tl.load(shared_ptr), tl.load(shared_ptr + 1), tl.load(shared_ptr + 2)
-    first, count = tl.load(shared_ptr + 3), tl.load(shared_ptr + 4)
-    pieces_ptr += first.to(tl.int64) * STRIDE
-    row = tl.program_id(0) % (ROWS // AT_A_TIME) * AT_A_TIME + tl.arange(0, AT_A_TIME)
-    of_rows = pieces_ptr + ROWS * DIM_V + row
-    most = tl.full([AT_A_TIME], float("-inf"), tl.float32)
-    for i in range(0, count, AT_ONCE):
-        most = tl.maximum(most, tl.max(lse_of_pieces(of_rows, i, count, STRIDE, AT_ONCE), 0))
-    shift = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.zeros_like(most)
-    for i in range(0, count, AT_ONCE):
-        total += tl.sum(tl.exp(lse_of_pieces(of_rows, i, count, STRIDE, AT_ONCE) - shift[None, :]), 0)
-    inverse = 1 / tl.where(total == 0, 1.0, total)
-    dims = tl.arange(0, DIMS)
-    inside = (dims < DIM_V)[None, :]
-    out = tl.zeros([AT_A_TIME, DIMS], tl.float32)
-    for i in range(count):
-        weight = tl.exp(tl.load(of_rows + i * STRIDE) - shift) * inverse * tl.load(of_rows + i * STRIDE + ROWS)
-        of_piece = pieces_ptr + i * STRIDE + (row[:, None] * DIM_V + dims[None, :])
-        out += weight[:, None] * tl.load(of_piece, inside, 0.0)
-    queries = query + row // PACK
-    heads = head * PACK + row % PACK
-    here = queries < seqlen_q
-    of_lse = lse_ptr + (batch * heads_q + heads).to(tl.int64) * seqlen_q + queries
-    tl.store(of_lse, shift + tl.log(total), here)
-    of_out = out_ptr + ((batch.to(tl.int64) * seqlen_q + queries) * heads_q + heads)[:, None] * DV + dims[None, :]
-    tl.store(of_out, out.to(out_ptr.dtype.element_ty), here[:, None] & (dims < DV)[None, :])
+    """AT_A_TIME rows of a tile: out and lse of its pieces (section 6 of docs/algorithm.md), AT_ONCE of these on their
+    way together, in the same order in every run. Grid (tiles * row_blocks,). IN_SHARES: pieces of `share_out`, of which
+    a tile may have one or none; it then starts while the kernel before ends."""
+    STRIDE: gl.constexpr = ROWS * (DIM_V + 2)
+    LANES: gl.constexpr = DIMS // 4 if DIMS < 128 else 32
+    # a thread has the same numbers of all pieces
+    layout: gl.constexpr = gl.BlockedLayout([AT_ONCE, 1, 4], [1, 32 // LANES, LANES], [1, gl.num_warps(), 1], [2, 1, 0])
+    sums: gl.constexpr = gl.SliceLayout(2, layout)  # (pieces, rows)
+    matrix: gl.constexpr = gl.SliceLayout(0, layout)  # (rows, dims)
+    if IN_SHARES:
+        await_kernel_before()
+    shared_ptr += gl.program_id(0) // row_blocks * 5
+    count = gl.load(shared_ptr + 4)
+    if count > 1 or not IN_SHARES:
+        batch, head, query = gl.load(shared_ptr), gl.load(shared_ptr + 1), gl.load(shared_ptr + 2)
+        pieces_ptr += gl.load(shared_ptr + 3).to(gl.int64) * STRIDE
+        first_row = gl.program_id(0) % row_blocks * AT_A_TIME
+        row = first_row + gl.arange(0, AT_A_TIME, gl.SliceLayout(1, matrix))
+        dims = gl.arange(0, DIMS, gl.SliceLayout(0, matrix))
+        in_piece = row[:, None] * DIM_V + dims[None, :]
+        in_sums = ROWS * DIM_V + first_row + gl.arange(0, AT_A_TIME, gl.SliceLayout(0, sums))
+        most = gl.full([AT_A_TIME], float("-inf"), gl.float32, gl.SliceLayout(0, sums))
+        total = gl.zeros_like(most)
+        out = gl.zeros([AT_A_TIME, DIMS], gl.float32, matrix)
+        for i in range(0, count, AT_ONCE):
+            piece = i + gl.arange(0, AT_ONCE, gl.SliceLayout(1, sums))
+            here = (piece < count)[:, None]
+            if IN_SHARES:  # of shares n, n + 1 ...: of the first its second slot
+                piece = 2 * piece + (piece == 0).to(gl.int32)
+            at = (piece * STRIDE)[:, None]
+            lse = gl.load(pieces_ptr + (at + in_sums[None, :]), here, float("-inf"))
+            inverse = gl.load(pieces_ptr + (at + in_sums[None, :] + ROWS), here, 0.0)
+            inside = here[:, :, None] & (dims < DIM_V)[None, :][None, :, :]
+            o = gl.load(pieces_ptr + (at[:, :, None] + in_piece[None, :, :]), inside, 0.0)
+            most_before = most
+            most = gl.maximum(most, gl.max(lse, axis=0))
+            shift = gl.where(most == float("-inf"), 0.0, most)
+            kept = gl.exp2((most_before - shift) * LOG2E)
+            weight = gl.exp2((lse - shift[None, :]) * LOG2E)
+            total = total * kept + gl.sum(weight, axis=0)
+            o = gl.sum(o * (weight * inverse)[:, :, None], axis=0)
+            out = out * gl.convert_layout(kept, gl.SliceLayout(1, matrix))[:, None] + o
+        inverse = gl.convert_layout(1 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, matrix))
+        lse = gl.convert_layout(most + gl.log2(total) * LN2, gl.SliceLayout(1, matrix))
+        queries = query + row // PACK
+        heads = head * PACK + row % PACK
+        there = queries < seqlen_q
+        gl.store(lse_ptr + (batch * heads_q + heads).to(gl.int64) * seqlen_q + queries, lse, there)
+        of_out = ((batch.to(gl.int64) * seqlen_q + queries) * heads_q + heads)[:, None] * DV + dims[None, :]
+        out = (out * inverse[:, None]).to(out_ptr.dtype.element_ty)
+        gl.store(out_ptr + of_out, out, there[:, None] & (dims < DV)[None, :])

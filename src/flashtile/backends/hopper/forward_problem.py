@@ -46,6 +46,7 @@ class Problem:
     Q_KEPT: gl.constexpr  # dims of Q that a warpgroup keeps in registers, from the first on
     OWN_BLOCKS: gl.constexpr  # key blocks end for some warpgroups before they end for others
     PIECES: gl.constexpr  # there may be pieces of tiles
+    SHARED: gl.constexpr  # `share_out` wrote the schedule: a program may have no tile
     PACK: gl.constexpr  # query heads of a group that lie in the rows of a tile: row r is query r // PACK, head r % PACK
 
     @gluon.constexpr_function
@@ -78,7 +79,8 @@ class Problem:
         self.O_AWAITED = gl.constexpr(O_AWAITED)
         self.Q_KEPT = gl.constexpr(Q_KEPT)
         self.OWN_BLOCKS = gl.constexpr(HAS_RIGHT and (WARPGROUPS - 1) * TILE_M >= TILE_N)
-        self.PIECES = gl.constexpr(PIECES and not HAS_LEFT and not HAS_RIGHT)
+        self.PIECES = gl.constexpr(PIECES and not HAS_LEFT and (keys.CACHED or not HAS_RIGHT))
+        self.SHARED = gl.constexpr(PIECES and keys.CACHED)
         self.PACK = gl.constexpr(PACK)
 
     @gluon.jit

@@ -23,6 +23,7 @@ from .schedule import Piece, Tile, schedule, with_pieces
 
 LOG2E = 1.4426950408889634
 MERGED_ROWS = 4  # of a tile, by a program that merges its pieces; an estimate
+MERGED_PIECES = 4  # at once
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
 
 
@@ -43,8 +44,8 @@ def describe(x: Tensor, box: Box) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, *box], layout(box, x.dtype))
 
 
-NO_CACHE = None, None, None
-"""Where `forward_kernel` is told of lengths, first keys and places in a cache."""
+NO_CACHE = None, None, None, None
+"""Where `forward_kernel` is told of tiles in pieces, lengths, first keys and places in a cache."""
 
 
 class Shares(NamedTuple):
@@ -126,7 +127,7 @@ class ForwardKernel(Launcher):
             )
         if not n_numbers:
             return lambda *tensors: main(*tensors, pieces)
-        merge = prepare_merge(spec, tiles, of, pieces, tensors[3], lse)
+        merge = prepared(lse.device, merge_call(spec, tiles, of, pieces, tensors[3], lse))
 
         def launch(*tensors: Tensor) -> None:
             pieces = scratch()
@@ -136,19 +137,23 @@ class ForwardKernel(Launcher):
         return launch
 
 
-def prepare_merge(
+def merge_call(
     spec: AttentionSpec, tiles: config.Tiles, of: Shares, pieces: Tensor, out: Tensor, lse: Tensor
-) -> Run:
+) -> KernelCall:
     """`merge_kernel`: from pieces to out and lse."""
     pack = config.heads_per_tile(spec, tiles)
-    shared = shared_tiles(spec.heads_q // pack, tiles.rows // pack, of.pieces)
-    arguments = (
-        pieces, out, lse, shared.to(lse.device), spec.seqlen_q, spec.heads_q, spec.head_dim_v, tiles.head_dim_v,
-        triton.next_power_of_2(tiles.head_dim_v), tiles.rows, pack, MERGED_ROWS,
-    )  # fmt: skip
-    return prepared(
-        lse.device, KernelCall(merge_kernel, len(shared) * (tiles.rows // MERGED_ROWS), arguments, range(3), OPTIONS)
-    )
+    shared = shared_tiles(spec.heads_q // pack, tiles.rows // pack, of.pieces).to(lse.device)
+    programs, numbers = merge_scalars(spec, tiles, len(shared))
+    return KernelCall(merge_kernel, programs, (pieces, out, lse, shared, *numbers), range(3), OPTIONS)
+
+
+def merge_scalars(spec: AttentionSpec, tiles: config.Tiles, n_tiles: int, in_shares: bool = False) -> tuple[int, tuple]:
+    """The programs of `merge_kernel`, and its arguments after the tensors."""
+    pack = config.heads_per_tile(spec, tiles)
+    row_blocks = -(-min(spec.seqlen_q * pack, tiles.rows) // MERGED_ROWS)
+    dims = spec.head_dim_v, tiles.head_dim_v, triton.next_power_of_2(tiles.head_dim_v)
+    constants = (*dims, tiles.rows, pack, MERGED_ROWS, MERGED_PIECES, in_shares)
+    return n_tiles * row_blocks, (spec.seqlen_q, spec.heads_q, row_blocks, *constants)
 
 
 def steady(spec: AttentionSpec) -> bool:
@@ -171,16 +176,17 @@ class Stored(NamedTuple):
     page_size: int  # 0: not in pages
     dealt: Tensor | None  # what the schedule is made of, by the order of sequences' lengths
     batches: int
+    m_blocks: int | None  # blocks of rows of a head, if programs share keys
 
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int, stored: Stored | None = None) -> tuple:
     """The arguments of `forward_kernel` after the tensors. Lengths on the device may leave any number of keys past the
     last whole block, which is then a block."""
     tails = tiles.tails and spec.window_left < 0 and spec.window_right < 0 and stored is None
-    stride_places, seqlen_new, page_size, dealt, batches = stored or (None, None, 0, None, None)
+    stride_places, seqlen_new, page_size, dealt, batches, m_blocks = stored or (None, None, 0, None, None, None)
     return (
         spec.seqlen_q, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, *score_scalars(spec), stride_places, seqlen_new, dealt, batches,
+        rounds, *score_scalars(spec), stride_places, seqlen_new, dealt, batches, m_blocks,
         tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts, tiles.parts_v,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec),
         tails, tiles.flat, tiles.o_awaited, tiles.q_kept, config.heads_per_tile(spec, tiles), stored is not None,
