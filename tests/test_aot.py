@@ -344,10 +344,11 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
     [
         ((128, 128), 1024, 0), ((128, 128), 1024, 256), ((128, 128), 1024, 16), ((64, 64), 1024, 16),
         ((64, 64), 4096, 16), ((96, 96), 1024, 16), ((192, 128), 1024, 16), ((192, 192), 1024, 16),
-        ((256, 256), 1024, 16),
+        ((256, 256), 1024, 16), ((128, 128), 64, 0), ((128, 128), 16, 16), ((256, 256), 64, 0),
     ],
 )  # fmt: skip
 def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_products(page_size, dims, seqlen):
+    """Up to 64 queries share keys."""
     case = spec((seqlen, 8192), (32, 8), dims, BF16, right=0)
     usage, compiled = compile_hopper_cached(case, page_size)
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage

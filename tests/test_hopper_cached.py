@@ -13,7 +13,7 @@ from aot import cached_call
 from cases import BF16, HALF, spec
 from torch import Tensor
 
-from flashtile import flash_attn_with_kvcache
+from flashtile import cached, flash_attn_with_kvcache
 from flashtile.backends import hopper
 from flashtile.backends.hopper import cached_launch, cached_schedule, choice, config
 from flashtile.backends.hopper.cached_launch import CachedSpec
@@ -166,7 +166,7 @@ def computed(problem: Problem, programs: int, monkeypatch) -> tuple[Tensor, Tens
     call = cached_launch.forward_call(of, moving, {}, schedule)
     gluon_on_cpu.run_call("forward", call)
     if schedule.shared is not None:
-        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(case, moving, schedule))
+        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(case, moving, len(schedule.shared)))
     return out, lse, schedule
 
 
@@ -178,16 +178,27 @@ def test_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengt
     assert problem.wrong(out, lse) == []
 
 
-IN_SHARES = [(name, "in one piece", lengths) for name in CASES if name != "window" for lengths in ("alike", "of each")]
+IN_SHARES = [("D 128", "in one piece", "alike"), ("D 128", "in one piece", "full")]
+IN_SHARES += [(name, "in one piece", "of each") for name in CASES if name != "window"]
 IN_SHARES += [("D 128", layout, "of each, a block's end") for layout in LAYOUTS]
 
 
+@pytest.fixture
+def in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs share keys however little that saves."""
+    monkeypatch.setattr(cached_schedule, "PIECES_COST", -math.inf)
+    monkeypatch.setattr(cached_launch, "CACHED", cached_launch.CachedForward())
+    monkeypatch.setattr(cached, "PREPARED", {})
+
+
+@pytest.mark.usefixtures("in_shares")
 @pytest.mark.parametrize("programs", [20, 60])
 @pytest.mark.parametrize(("name", "layout", "lengths"), IN_SHARES, ids=map("-".join, IN_SHARES))
 def test_queries_see_as_much_where_programs_share_keys(name, layout, lengths, programs, monkeypatch):
     """A few programs for each tile, and more than have a block."""
     problem = Problem(name, layout, lengths)
     out, lse, schedule = computed(problem, programs, monkeypatch)
+    assert schedule.shared is not None
     assert schedule.shared[:, 4].max() > 1
     assert problem.wrong(out, lse) == []
 
@@ -196,17 +207,32 @@ ON_A_GPU = [pair for pair in PAIRS if pair[0] == "D 128" or pair[1] in ("left-pa
 ON_A_GPU += [("D 128", layout, "many") for layout in ("left-padded", "pages of 16")]
 
 
-@pytest.mark.gpu
-@pytest.mark.hopper
-@pytest.mark.parametrize(("name", "layout", "lengths"), ON_A_GPU, ids=map("-".join, ON_A_GPU))
-def test_on_a_gpu_too_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengths):
-    problem = Problem(name, layout, lengths)
+def computed_on_a_gpu(problem: Problem) -> tuple[Tensor, Tensor]:
     ends = problem.lengths if problem.alike else problem.ends.int().cuda()
     settings = {key: x.cuda() for key, x in problem.settings.items()} | {"cache_seqlens": ends}
     settings |= {"window_size": (problem.case.window_left, problem.case.window_right), "softcap": problem.case.softcap}
     inputs = (x.cuda() for x in (problem.q, problem.k, problem.v))
     out, lse = flash_attn_with_kvcache(*inputs, **settings, backend="hopper", return_softmax_lse=True)
-    assert problem.wrong(out.cpu(), lse.cpu()) == []
+    return out.cpu(), lse.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize(("name", "layout", "lengths"), ON_A_GPU, ids=map("-".join, ON_A_GPU))
+def test_on_a_gpu_too_queries_see_their_sequence_and_nothing_past_its_end(name, layout, lengths):
+    problem = Problem(name, layout, lengths)
+    assert problem.wrong(*computed_on_a_gpu(problem)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.usefixtures("in_shares")
+@pytest.mark.parametrize(("name", "layout", "lengths"), IN_SHARES, ids=map("-".join, IN_SHARES))
+def test_on_a_gpu_too_queries_see_as_much_where_programs_share_keys(name, layout, lengths):
+    """Twice: the second time nothing is looked up again, and pieces of the first lie where those of the second will."""
+    problem = Problem(name, layout, lengths)
+    for _ in range(2):
+        assert problem.wrong(*computed_on_a_gpu(problem)) == []
 
 
 @pytest.mark.gpu
@@ -241,12 +267,19 @@ def test_new_keys_are_in_the_cache_and_turned_before_they_are_seen(layout, inter
 GQA, MQA, ONE_LENGTH, OF_EACH = (32, 8), (32, 1), False, True
 CHOICES = {  # batch, queries, keys, heads, lengths on the device, head dim: whether it takes them
     "a chunk": ((1, 1024, 8192, GQA, OF_EACH, 128), True),
-    "a chunk of few tiles": ((1, 128, 8192, GQA, OF_EACH, 128), False),
+    "a chunk of few tiles": ((1, 64, 8192, GQA, OF_EACH, 128), True),
+    "a chunk of few tiles, few keys": ((1, 64, 1024, GQA, OF_EACH, 128), False),
     "64 rows": ((12, 16, 8192, GQA, OF_EACH, 128), True),
-    "64 rows, few tiles": ((8, 16, 8192, GQA, OF_EACH, 128), False),
+    "64 rows, few tiles": ((4, 16, 8192, GQA, OF_EACH, 128), True),
+    "64 rows, few tiles, few keys": ((8, 16, 1024, GQA, OF_EACH, 128), False),
     "64 rows, few tiles, one length": ((5, 16, 8192, GQA, ONE_LENGTH, 128), True),
+    "64 rows of one sequence": ((1, 16, 8192, GQA, OF_EACH, 128), False),
+    "64 rows of one long sequence": ((1, 16, 131072, GQA, OF_EACH, 128), True),
+    "64 rows, more sequences than have shares": ((129, 16, 8192, (8, 2), OF_EACH, 128), True),
     "32 rows": ((24, 8, 2048, GQA, OF_EACH, 128), True),
     "32 rows, few tiles": ((16, 8, 2048, GQA, OF_EACH, 128), False),
+    "32 rows, few long tiles": ((16, 8, 8192, GQA, OF_EACH, 128), True),
+    "32 rows, fewer long tiles": ((12, 8, 8192, GQA, OF_EACH, 128), False),
     "32 rows, few tiles, one length": ((12, 8, 2048, GQA, ONE_LENGTH, 128), True),
     "32 rows, few tiles of few keys": ((8, 8, 1024, GQA, OF_EACH, 128), True),
     "32 rows, few tiles, D 256": ((16, 8, 2048, GQA, OF_EACH, 256), True),

@@ -15,7 +15,7 @@ from ...arch import arch_of
 from ...cache import CachedCall
 from ...plan import Plan
 from ...spec import AttentionSpec
-from .. import Backward
+from .. import Backward, Forward
 from . import order
 from .config import choose, choose_backward
 
@@ -33,12 +33,14 @@ _TRITON = _triton_version()
 _INSTALLED = _TRITON >= (3, 6)  # from where on Gluon has what the kernels use
 
 if _INSTALLED:
-    from ..launcher import Launcher, backward_pass, backward_pass_like
+    from ..launcher import Launcher, backward_pass, backward_pass_like, forward_pass, forward_pass_like
     from .backward_apart_launch import APART_BACKWARD
     from .backward_launch import BACKWARD
     from .cached_launch import attend_like
+    from .cached_schedule import schedule_of
     from .choice import passes_on, passes_on_cached
-    from .launch import forward, forward_like, programs_on, shares
+    from .few_queries import FEW_QUERIES, are_few
+    from .launch import FORWARD, programs_on, shares
 
 __all__ = [
     "attend_like", "backward", "backward_like", "forward", "forward_like", "leaves_backward", "passes_on",
@@ -97,6 +99,20 @@ def leaves_backward(spec: AttentionSpec) -> str | None:
     return None
 
 
+def forward(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, Sq, Hq, Dv) in the dtype of q and lse (B, Hq, Sq) in float32."""
+    return forward_pass(_forward_launcher(spec, q), spec, q, k, v)
+
+
+def forward_like(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Forward:
+    """`forward` for tensors that lie like these."""
+    return forward_pass_like(_forward_launcher(spec, q), spec, q, k, v)
+
+
+def _forward_launcher(spec: AttentionSpec, q: Tensor) -> Launcher:
+    return FEW_QUERIES if are_few(spec, programs_on(q.device)) else FORWARD
+
+
 def backward(
     spec: AttentionSpec,
     dout: Tensor | None,
@@ -113,17 +129,17 @@ def backward(
         dout = torch.zeros_like(out)
     elif refusal(dout) is not None:
         dout = dout.clone(memory_format=torch.contiguous_format)
-    return backward_pass(_launcher(spec), spec, dout, dlse, q, k, v, out, lse)
+    return backward_pass(_backward_launcher(spec), spec, dout, dlse, q, k, v, out, lse)
 
 
 def backward_like(spec: AttentionSpec, dout: Tensor | None, dlse: Tensor | None, *others: Tensor) -> Backward | None:
     """`backward` for tensors that lie like these, None if it copies dout first."""
     if dout is None or refusal(dout) is not None:
         return None
-    return backward_pass_like(_launcher(spec), spec, dout, dlse, *others)
+    return backward_pass_like(_backward_launcher(spec), spec, dout, dlse, *others)
 
 
-def _launcher(spec: AttentionSpec) -> Launcher:
+def _backward_launcher(spec: AttentionSpec) -> Launcher:
     return APART_BACKWARD if choose_backward(spec).dq_apart else BACKWARD
 
 
@@ -149,5 +165,9 @@ def _stride_refusal(shape: torch.Size, strides: tuple[int, ...]) -> str | None:
 
 def plan(spec: AttentionSpec, device: torch.device) -> Plan:
     """The forward launch."""
-    tiles = choose(spec)
-    return Plan(str(tiles), len(shares(spec, tiles, programs_on(device)).lists), tiles.rows, tiles.tile_n)
+    tiles, programs = choose(spec), programs_on(device)
+    if are_few(spec, programs):
+        programs = len(schedule_of(spec, True, programs, torch.device("meta")).table)
+    else:
+        programs = len(shares(spec, tiles, programs).lists)
+    return Plan(str(tiles), programs, tiles.rows, tiles.tile_n)

@@ -52,8 +52,8 @@ class CachedForward(Launcher):
         moving |= {"schedule": schedule.table, "pieces": schedule.pieces, "shared": schedule.shared}
         with compiling.for_hopper(EARLY, forward=True) as options:
             runs.append(prepared(device, forward_call(cached, moving, options, schedule)))
-        if schedule.pieces is not None:
-            runs.append(prepared(device, merge_call(cached.attention, moving, schedule)))
+        if schedule.shared is not None:
+            runs.append(prepared(device, merge_call(cached.attention, moving, len(schedule.shared))))
         scratch = schedule.scratch
         kept = [] if scratch else [schedule.table]
         empty_out(*scratch)
@@ -80,9 +80,9 @@ def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, An
     return call_of(forward_kernel, len(table), moving, names, numbers, options)
 
 
-def merge_call(of: AttentionSpec, moving: dict[str, Any], schedule: Schedule) -> KernelCall:
+def merge_call(of: AttentionSpec, moving: dict[str, Any], n_tiles: int) -> KernelCall:
     """`merge_kernel`, from pieces to out and lse."""
-    programs, numbers = merge_scalars(of, config.choose(of), len(schedule.shared), in_shares=True)
+    programs, numbers = merge_scalars(of, config.choose(of), n_tiles, in_shares=True)
     return call_of(merge_kernel, programs, moving, ("pieces", "out", "lse", "shared"), numbers, EARLY)
 
 

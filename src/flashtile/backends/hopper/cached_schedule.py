@@ -20,7 +20,19 @@ from .forward_schedule import MOST_SEQUENCES
 from .launch import Shares, entries, whole_tiles
 from .schedule import Tile
 
-MOST_SHARED = 4  # tiles for each program
+# Bytes of K and V of a tile from which on programs share keys unless all sequences have as many: all wait for one eight
+# times as long as most. 64 sequences of 16 queries and up to 8k keys take 45 us for 73 where two are long, 121 for 122
+# where lengths fall off, 272 for 254 where each is a little shorter than another; 16 of these 31 for 61, 43 for 63, 80
+# for 81; but 16 of up to 2k keys 30 for 25.
+LONG_TILE = 2 << 20
+MOST_TILES = 4  # for each program, that are shared
+# Else where whole tiles take this much longer, which is what pieces and their merging take, in blocks of keys. 1, 2, 4,
+# 5 sequences of 64 queries, 8 heads and 8k keys take 24 us for 78, 40 for 79, 60 for 80, 71 for 87, and 9, 12 of these
+# 122 for 192, 154 for 185; 7 of these would take 100 for 95, 4 of 2k keys 25 for 24.
+PIECES_COST = 5.5
+BLOCK = 64 << 10  # bytes of K and V
+# So much longer a block takes where all programs have one; and half of them could read as fast as all of them do.
+ALL_BUSY, READ_BY_HALF = 1.3, 2
 
 
 class Schedule(NamedTuple):
@@ -56,7 +68,7 @@ def schedule_of(spec: AttentionSpec, alike: bool, programs: int, device: torch.d
 def dealt(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> list[list[Tile]]:
     """The tiles of every program; in place of a sequence, its place in the order of lengths."""
     pack = config.heads_per_tile(spec, tiles)
-    heads_k, group, m_blocks = spec.batch * spec.heads_k, spec.group // pack, -(-spec.seqlen_q * pack // tiles.rows)
+    heads_k, group, m_blocks = spec.batch * spec.heads_k, spec.group // pack, m_blocks_of(spec)
     in_order = [
         (head_k * group + i, m_block)
         for head_k in range(heads_k) for m_block in reversed(range(m_blocks)) for i in range(group)
@@ -71,18 +83,42 @@ def dealt(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> list[list[
 
 
 def keys_shared(spec: AttentionSpec, alike: bool, programs: int, device: torch.device) -> Schedule | None:
-    """None where tiles are computed whole: sequences are many, or have an edge on the left, as pieces have no mask
-    there; or that is faster."""
-    tiles = config.choose(spec)
-    pack = config.heads_per_tile(spec, tiles)
-    m_blocks = -(-spec.seqlen_q * pack // tiles.rows)
-    lines = spec.heads_q // pack * m_blocks  # of keys: a head and a block of its rows, of all sequences
-    if spec.window_left >= 0 or spec.batch > MOST_SEQUENCES.value or 2 * lines > programs:
+    """None where tiles are computed whole."""
+    if not are_shared(spec, alike, programs):
         return None
+    tiles, lines = config.choose(spec), lines_of(spec)
     programs = programs // lines * lines
-    if spec.batch * lines > MOST_SHARED * programs:
-        return None
     table = torch.empty((programs, 2 * (spec.batch + 2)), dtype=torch.int64, device=device)
     pieces = torch.empty(2 * programs * tiles.rows * (tiles.head_dim_v + 2), dtype=torch.float32, device=device)
     shared = torch.empty((spec.batch * lines, 5), dtype=torch.int32, device=device)
-    return Schedule(table, pieces=pieces, shared=shared, m_blocks=m_blocks)
+    return Schedule(table, pieces=pieces, shared=shared, m_blocks=m_blocks_of(spec))
+
+
+def are_shared(spec: AttentionSpec, alike: bool, programs: int) -> bool:
+    """Whether programs share keys: not where sequences are many, or have an edge on the left, as pieces have no mask
+    there, or a head and a block of its rows has no two programs; and not where whole tiles are faster."""
+    lines = lines_of(spec)
+    n_tiles = spec.batch * lines
+    if spec.window_left >= 0 or spec.batch > MOST_SEQUENCES.value or 2 * lines > programs:
+        return False
+    if not alike and spec.batch > 1 and bytes_of_keys(spec) >= LONG_TILE:
+        return n_tiles <= MOST_TILES * programs
+    rounds = -(-n_tiles // programs)
+    shared = ALL_BUSY * max(n_tiles, READ_BY_HALF * spec.batch * spec.heads_k) / programs
+    return bytes_of_keys(spec) / BLOCK * (rounds - shared) > PIECES_COST
+
+
+def lines_of(spec: AttentionSpec) -> int:
+    """Of key blocks: heads, times their blocks of rows."""
+    return spec.heads_q // config.heads_per_tile(spec, config.choose(spec)) * m_blocks_of(spec)
+
+
+def m_blocks_of(spec: AttentionSpec) -> int:
+    """Blocks of rows of a head."""
+    tiles = config.choose(spec)
+    return -(-spec.seqlen_q * config.heads_per_tile(spec, tiles) // tiles.rows)
+
+
+def bytes_of_keys(spec: AttentionSpec) -> int:
+    """K and V of a tile, or as many as there may be."""
+    return spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize

@@ -7,7 +7,7 @@ import torch
 
 from ...cache import MANY_KEYS, CachedCall
 from ...spec import AttentionSpec
-from .config import choose
+from .cached_schedule import are_shared, bytes_of_keys, lines_of
 from .launch import programs_on
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
@@ -25,17 +25,25 @@ SOON_READ = 512 << 10
 # round on. At head dims that they pad, or have tiles of 16 rows for, they take 1.03 to 1.6 times as long.
 MANY, LONG = 3.3, 1 << 20
 NARROW_TILES = 64, 128  # head dims
+# Bytes of K and V of all tiles from which on even fewer are shared here: with the 64 rows of a tile of Flash-Decoding
+# one sequence of 16k keys takes 31 us for 30, two 47 for 49, one of 128k 136 for 153; with more rows, which that reads
+# keys again for, 32 queries and 2k, 8k keys 16 for 13, 22 for 25, 64 queries and 1k, 2k, 4k 14 for 12, 15 for 16, 18
+# for 23.
+TILE, WORTH_SHARING, WIDE_SHARING = 64, 100 << 20, 16 << 20
 MOST_IN_ORDER = 256  # sequences of which it finds the longest
 
 
 def passes_on(spec: AttentionSpec, device: torch.device) -> str | None:
     """Why it leaves a call that it could take to the next backend."""
+    few_queries = spec.seqlen_k >= MANY_KEYS * spec.seqlen_q
+    if few_queries and are_worth_sharing(spec, True, programs_on(device)):
+        return None
     pairs = spec.seqlen_q * spec.seqlen_k * (0.5 if spec.window_right >= 0 else 1.0)
     operations = 2 * spec.batch * spec.heads_q * pairs * (spec.head_dim + spec.head_dim_v)
     if operations < WORTHWHILE:
         return f"{operations / 1e9:.1f} GFLOP are too few to fill the GPU with its tiles: by itself it starts at 8"
-    if spec.seqlen_k >= MANY_KEYS * spec.seqlen_q:
-        return _has_few_tiles(spec, bytes_of_keys(spec), False, programs_on(device))
+    if few_queries:
+        return _has_few_tiles(spec, bytes_of_keys(spec), least_tiles(spec), programs_on(device))
     return None
 
 
@@ -50,40 +58,53 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
     many = tiles_of(of) > programs * (1 if alike else MANY) and (alike or of.batch <= MOST_IN_ORDER)
     if many and size <= LONG and has_narrow_tiles(of):
         return f"{tiles_of(of)} tiles are many, of which nobody splits any"
-    return _has_few_tiles(of, size, not alike, programs)
+    if are_worth_sharing(of, alike, programs):
+        return None
+    shared = are_shared(of, alike, programs)
+    waits = not alike and not shared and not (is_narrow(of) and size <= SOON_READ)
+    return _has_few_tiles(of, size, least_tiles(of, waits, shared), programs)
 
 
-def _has_few_tiles(of: AttentionSpec, size: int, unlike: bool, programs: int) -> str | None:
-    """Whether rows are so few, or tiles, that it is better to share keys out; unlike: one sequence may be longer than
-    others."""
-    few_rows = of.seqlen_q * of.group <= FEW_ROWS and (of.head_dim not in PADDED or size < 2 * SOON_READ)
-    waits = unlike and not (is_narrow(of) and size <= SOON_READ)
-    if few_rows or tiles_of(of) < least_tiles(of, waits) * programs:
-        rows = of.seqlen_q * of.group
-        return f"{rows} rows for each of {of.heads_k} key heads of {of.batch} sequences are few for its tiles"
+def are_worth_sharing(of: AttentionSpec, alike: bool, programs: int) -> bool:
+    """Whether it is faster than Flash-Decoding, however few the tiles are, as programs share keys."""
+    least = WORTH_SHARING if _rows(of) <= TILE else WIDE_SHARING
+    return not is_narrow(of) and tiles_of(of) * bytes_of_keys(of) >= least and are_shared(of, alike, programs)
+
+
+def _has_few_tiles(of: AttentionSpec, size: int, least: float, programs: int) -> str | None:
+    """Whether rows are so few, or tiles, that Flash-Decoding is faster; least: tiles for each multiprocessor."""
+    few_rows = _rows(of) <= FEW_ROWS and (of.head_dim not in PADDED or size < 2 * SOON_READ)
+    if few_rows or tiles_of(of) < least * programs:
+        return f"{_rows(of)} rows for each of {of.heads_k} key heads of {of.batch} sequences are few for its tiles"
     return None
 
 
-def least_tiles(of: AttentionSpec, waits: bool) -> float:
-    """Tiles for each multiprocessor from which on whole ones are faster than keys split among programs; waits: all may
-    wait for the tiles of one sequence.
+def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False) -> float:
+    """Tiles for each multiprocessor from which on it is faster; waits: all may wait for the tiles of one sequence;
+    shared: programs share keys.
 
-    Of 8 heads and 8k keys, 64 rows: 5, 6, 8 sequences take 60 us for 60, 62 for 72, 67 for 89, 32 rows: 6, 7 of these
-    62 for 58, 62 for 65. Of lengths from there down to a 64th, 64 rows: 8, 12 take 61 for 55, 70 for 76, and where all
-    are as long 67 for 89, 99 for 131; 32 rows: 12 of 8k 68 for 62, and 100 for 102, 112 of one head 74 for 71, and 112
-    for 122, 24 of 2k and 8 heads 34 for 40, and 58 for 65. The fewer tiles there are, the sooner a sequence three times
-    as long as most is one that all wait for.
+    Whole tiles of 8 heads and 8k keys, 32 rows: 6, 7 sequences take 62 us for 58, 62 for 65. Of lengths from there down
+    to a 64th 12 take 68 for 62, and where all are as long 100 for 102, 112 of one head 74 for 71, and 112 for 122, 24
+    of 2k and 8 heads 34 for 40, and 58 for 65. The fewer tiles there are, the sooner a sequence three times as long as
+    most is one that all wait for. Of shares: 12 sequences 63 us for 62, 16 where two are long 30 for 42, where lengths
+    fall off 42 for 43. 64 rows in shares: 1, 2, 4 sequences of 2k keys 14 us for 11, 14.6 for 14.2, 18 for 19, 12 of 8k
+    and lengths that differ 67 for 76.
     """
-    if not waits:
-        return 0.4 if is_narrow(of) else 0.3
-    if not is_narrow(of):
-        return 0.7
-    return 1.2 if has_narrow_tiles(of) else 0.8
+    if is_narrow(of):
+        if shared:
+            return 0.9
+        return 0.4 if not waits else 1.2 if has_narrow_tiles(of) else 0.8
+    return 0.2 if shared else 0.7 if waits else 0.3
+
+
+def _rows(of: AttentionSpec) -> int:
+    """Of a key head."""
+    return of.seqlen_q * of.group
 
 
 def is_narrow(of: AttentionSpec) -> bool:
     """Whether Flash-Decoding takes about as long as reading keys."""
-    return of.seqlen_q * of.group <= NARROW
+    return _rows(of) <= NARROW
 
 
 def has_narrow_tiles(of: AttentionSpec) -> bool:
@@ -93,9 +114,4 @@ def has_narrow_tiles(of: AttentionSpec) -> bool:
 
 def tiles_of(spec: AttentionSpec) -> int:
     """How many tiles of rows."""
-    return spec.batch * spec.heads_k * -(-spec.seqlen_q * spec.group // choose(spec).rows)
-
-
-def bytes_of_keys(spec: AttentionSpec) -> int:
-    """K and V of a tile, or as many as there may be."""
-    return spec.seqlen_k * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    return spec.batch * lines_of(spec)
