@@ -11,6 +11,8 @@ bfloat16, D 128 or --head-dim.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import json
 import random
@@ -30,6 +32,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtile import cached, flash_attn_with_kvcache
+from flashtile.backends.hopper import cached_launch
 from flashtile.backends.triton import decode_launch
 from flashtile.bench.report import atomically, describe_machine
 from flashtile.bench.timing import copy_bytes
@@ -46,13 +49,15 @@ Provider = Callable[["Step"], Tensor]
 
 @dataclass(frozen=True)
 class Point:
-    """The sizes of a decode step, and how its cache is stored. ragged: lengths from a 64th of seqlen to seqlen."""
+    """The sizes of a decode step, and how its cache is stored. ragged: lengths from a 64th of seqlen to seqlen; skewed:
+    two of seqlen, the others of a 64th."""
 
     batch: int
     heads_q: int
     heads_k: int
     seqlen: int
     ragged: bool = False
+    skewed: bool = False
     page_size: int = 0  # 0: in one piece
     seqlen_q: int = 1
     stored: torch.dtype = torch.bfloat16
@@ -60,7 +65,8 @@ class Point:
 
     @property
     def name(self) -> str:
-        length = f"{self.seqlen // 64}…{self.seqlen}" if self.ragged else f"{self.seqlen}"
+        between = "…" if self.ragged else "|"
+        length = f"{self.seqlen // 64}{between}{self.seqlen}" if self.ragged or self.skewed else f"{self.seqlen}"
         name = f"{self.batch},{self.heads_q},{self.heads_k},{length}"
         name += f", pages of {self.page_size}" if self.page_size else ""
         name += f", Sq {self.seqlen_q}" if self.seqlen_q > 1 else ""
@@ -70,9 +76,12 @@ class Point:
     @property
     def lengths(self) -> Tensor:
         """(B,) int32, in an order of no meaning."""
-        first = self.seqlen // 64 if self.ragged else self.seqlen
+        first = self.seqlen // 64 if self.ragged or self.skewed else self.seqlen
         order = torch.randperm(self.batch, generator=torch.Generator().manual_seed(0))
-        return torch.linspace(first, self.seqlen, self.batch).int()[order]
+        lengths = torch.linspace(first, self.seqlen, self.batch).int()
+        if self.skewed:
+            lengths[:-2], lengths[-2:] = first, self.seqlen
+        return lengths[order]
 
     @property
     def is_chunk(self) -> bool:
@@ -113,6 +122,8 @@ POINTS = [
     *(replace(point, page_size=size) for point in (MANY, RAGGED) for size in (16, 256)),
     replace(LARGE, seqlen_q=4), *(replace(point, stored=torch.float8_e4m3fn) for point in (LARGE, RAGGED)),
     *(replace(CHUNK, seqlen_q=n) for n in (16, 64, 256, 4096)), replace(CHUNK, batch=16, seqlen_q=16),
+    replace(CHUNK, batch=4, seqlen_q=64), *(Point(16, 32, 8, 8192, skewed=True, seqlen_q=n) for n in (16, 64)),
+    replace(RAGGED, ragged=False, skewed=True),
     *(replace(point, page_size=size) for point in (CHUNK, CHUNKS) for size in (0, 16)),
     Point(4, 32, 8, 32768, seqlen_q=512),
 ]  # fmt: skip
@@ -183,13 +194,12 @@ def with_one_length(step: Step) -> Tensor:
 
 
 def not_merged(step: Step) -> Tensor:
-    """The decode kernel alone: what merging costs is what this leaves out. Its result is none."""
-    cached_pass, merge_call = decode_launch.CachedPass(), decode_launch.merge_call
-    with (
-        mock.patch.object(decode_launch, "CACHED", cached_pass),
-        mock.patch.object(decode_launch, "merge_call", lambda *of: merge_call(*of)._replace(grid=0)),
-        mock.patch.dict(cached.PREPARED, clear=True),
-    ):
+    """The kernels before the merge alone: what merging costs is what this leaves out. Its result is none."""
+    passes = {decode_launch: decode_launch.CachedPass(), cached_launch: cached_launch.CachedForward()}
+    with mock.patch.dict(cached.PREPARED, clear=True), contextlib.ExitStack() as patches:
+        for launch, cached_pass in passes.items():
+            empty = functools.partial(lambda merge_call, *of: merge_call(*of)._replace(grid=0), launch.merge_call)
+            patches.enter_context(mock.patch.multiple(launch, CACHED=cached_pass, merge_call=empty))
         return ours(step)
 
 
