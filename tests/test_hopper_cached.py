@@ -13,13 +13,13 @@ from aot import cached_call
 from cases import BF16, HALF, spec
 from torch import Tensor
 
-from flashtile import cached, flash_attn_with_kvcache
+from flashtile import cached, flash_attn_func, flash_attn_with_kvcache
 from flashtile.backends import hopper
-from flashtile.backends.hopper import cached_launch, cached_schedule, choice, config
+from flashtile.backends.hopper import cached_launch, cached_schedule, choice, config, few_queries
 from flashtile.backends.hopper.cached_launch import CachedSpec
 from flashtile.cache import FP8
 from flashtile.spec import AttentionSpec
-from flashtile.testing import Inputs, Result, errors
+from flashtile.testing import Inputs, Result, errors, make_inputs
 
 CPU = torch.device("cpu")
 CAPACITY = 768
@@ -233,6 +233,36 @@ def test_on_a_gpu_too_queries_see_as_much_where_programs_share_keys(name, layout
     problem = Problem(name, layout, lengths)
     for _ in range(2):
         assert problem.wrong(*computed_on_a_gpu(problem)) == []
+
+
+NO_CACHE = {  # queries and keys of a call without a cache, right edge: whether it is better one over a cache
+    "causal": ((64, 8192, 0), True),
+    "a right edge": ((64, 8192, 7), True),
+    "no mask": ((64, 2048, None), True),
+    "no mask, many keys": ((64, 8192, None), False),  # it shares out the last round of its tiles
+    "too few keys": ((64, 255, 0), False),
+    "more queries": ((2048, 8192, 0), False),
+}
+
+
+@pytest.mark.parametrize("name", NO_CACHE)
+def test_few_queries_without_a_cache_share_keys(name):
+    (seqlen_q, seqlen_k, right), few = NO_CACHE[name]
+    case = spec((seqlen_q, seqlen_k), (32, 8), (128, 128), BF16, batch=1, **({} if right is None else {"right": right}))
+    assert few_queries.are_few(case, 132) == few
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", [name for name, (_, few) in NO_CACHE.items() if few])
+def test_on_a_gpu_too_few_queries_without_a_cache_share_keys(name):
+    (seqlen_q, seqlen_k, right), _ = NO_CACHE[name]
+    case = spec((seqlen_q, seqlen_k), (32, 8), (128, 128), BF16, batch=1, **({} if right is None else {"right": right}))
+    inputs = make_inputs(case)
+    window = case.window_left, case.window_right
+    tensors = (x.cuda() for x in inputs[:3])
+    out, lse, *_ = flash_attn_func(*tensors, window_size=window, backend="hopper", return_attn_probs=True)
+    assert [str(e) for e in errors(case, inputs, Result(out.cpu(), lse.cpu())) if not e.ok] == []
 
 
 @pytest.mark.gpu
