@@ -61,7 +61,7 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
     if are_worth_sharing(of, alike, programs):
         return None
     shared = are_shared(of, alike, programs)
-    waits = not alike and not shared and not (is_narrow(of) and size <= SOON_READ)
+    waits = not alike and not (is_narrow(of) and size <= SOON_READ)
     return _has_few_tiles(of, size, least_tiles(of, waits, shared), programs)
 
 
@@ -86,13 +86,12 @@ def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False) ->
     Whole tiles of 8 heads and 8k keys, 32 rows: 6, 7 sequences take 62 us for 58, 62 for 65. Of lengths from there down
     to a 64th 12 take 68 for 62, and where all are as long 100 for 102, 112 of one head 74 for 71, and 112 for 122, 24
     of 2k and 8 heads 34 for 40, and 58 for 65. The fewer tiles there are, the sooner a sequence three times as long as
-    most is one that all wait for. Of shares: 12 sequences 63 us for 62, 16 where two are long 30 for 42, where lengths
-    fall off 42 for 43. 64 rows in shares: 1, 2, 4 sequences of 2k keys 14 us for 11, 14.6 for 14.2, 18 for 19, 12 of 8k
-    and lengths that differ 67 for 76.
+    most is one that all wait for. Shares of 32 rows: 12 of 8k 63 us for 62, 16 of these, two of which are long, 30 for
+    42, where lengths fall off 42 for 43, but of one head 128 of 16k 23 for 19, 65 for 67, 141 for 138, of 4k 49 for 46.
+    64 rows in shares: 1, 2, 4 sequences of 2k keys 14 us for 11, 14.6 for 14.2, 18 for 19, 12 of 8k and lengths that
+    differ 67 for 76.
     """
     if is_narrow(of):
-        if shared:
-            return 0.9
         return 0.4 if not waits else 1.2 if has_narrow_tiles(of) else 0.8
     return 0.2 if shared else 0.7 if waits else 0.3
 
