@@ -145,6 +145,44 @@ def test_tiles_dealt_by_length_are_those_of_sequences(batch, layout):
         assert mine[: 1 + row[0]] == row[: 1 + row[0]]
 
 
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("batch", [1, 5, 16, 100, 128])
+@pytest.mark.parametrize("programs", [6, 40, 132])
+def test_every_block_of_keys_is_in_one_share_and_every_tile_knows_its_pieces(programs, batch, right):
+    """Three lines: a head and three blocks of rows."""
+    seqlen_q, m_blocks, tile_n = 300, 3, 128
+    ends = torch.randint(0, 3000, (batch,)).int()
+    programs = programs // m_blocks * m_blocks
+    table = torch.full((programs, 2 * (batch + 2)), -1)
+    shared = torch.full((batch * m_blocks, 5), -1, dtype=torch.int32)
+    lengths, schedule, told = (gluon_on_cpu.Pointer(x.view(-1)) for x in (ends, table, shared))
+    keys = gluon_on_cpu.load("forward_cache").CachedKeys(lengths, None, None, None, 0, True, 0)
+    numbers = seqlen_q, 4096, 1, 1, -1, right, 1.0, 1.0, 1.0, schedule, table.shape[1], keys
+    constants = 2, 64, tile_n, False, right >= 0, False, True, False, True, 2, 0, True, 1
+    p = gluon_on_cpu.load("forward_problem").Problem(*numbers, *constants)
+    gluon_on_cpu.run(gluon_on_cpu.load("forward_schedule").share_out, programs, (p, told, batch, m_blocks))
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for program, row in enumerate(table.tolist()):
+        for i in range(1, 1 + row[0]):
+            sequence, m_block = row[i] >> 32 & 0x7FFFFFFF, row[i] & 0xFFFFFFFF
+            slot, first, end = (row[len(row) // 2 + i] >> bits & (1 << 21) - 1 for bits in (42, 21, 0))
+            found.setdefault((sequence, m_block), []).append((first, end, slot - 1 if row[i] < 0 else -1))
+            assert program % m_blocks == m_block
+    assert len(found) == batch * m_blocks
+    slots = [slot for pieces in found.values() for *_, slot in pieces if slot >= 0]
+    assert len(set(slots)) == len(slots)
+    for (sequence, m_block), pieces in found.items():
+        seen = int(ends[sequence]) if right < 0 else int(ends[sequence]) - seqlen_q + min(128 * (m_block + 1), seqlen_q)
+        pieces.sort()
+        assert [first for first, *_ in pieces] == [0] + [end for _, end, _ in pieces[:-1]]
+        assert pieces[-1][1] == max(-(-seen // tile_n), 1)
+        *where, first_slot, count = shared[sequence * m_blocks + m_block].tolist()
+        assert where == [sequence, 0, 128 * m_block]
+        assert count == len(pieces)
+        if count > 1:
+            assert [slot for *_, slot in pieces] == [first_slot + 1] + [first_slot + 2 * i for i in range(1, count)]
+
+
 def computed(problem: Problem, programs: int, monkeypatch) -> tuple[Tensor, Tensor, cached_schedule.Schedule]:
     """out, lse and what each program did; where each sequence has its own length, the last key counts as new."""
     case, seqlen_new = problem.case, 0 if problem.alike else 1
@@ -305,6 +343,7 @@ CHOICES = {  # batch, queries, keys, heads, lengths on the device, head dim: whe
     "64 rows, few tiles, one length": ((5, 16, 8192, GQA, ONE_LENGTH, 128), True),
     "64 rows of one sequence": ((1, 16, 8192, GQA, OF_EACH, 128), False),
     "64 rows of one long sequence": ((1, 16, 131072, GQA, OF_EACH, 128), True),
+    "many rows of one long sequence, one key head": ((1, 4, 65536, MQA, OF_EACH, 128), False),
     "64 rows, more sequences than have shares": ((129, 16, 8192, (8, 2), OF_EACH, 128), True),
     "32 rows": ((24, 8, 2048, GQA, OF_EACH, 128), True),
     "32 rows, few tiles": ((16, 8, 2048, GQA, OF_EACH, 128), False),

@@ -28,8 +28,9 @@ NARROW_TILES = 64, 128  # head dims
 # Bytes of K and V of all tiles from which on even fewer are shared here: with the 64 rows of a tile of Flash-Decoding
 # one sequence of 16k keys takes 31 us for 30, two 47 for 49, one of 128k 136 for 153; with more rows, which that reads
 # keys again for, 32 queries and 2k, 8k keys 16 for 13, 22 for 25, 64 queries and 1k, 2k, 4k 14 for 12, 15 for 16, 18
-# for 23.
-TILE, WORTH_SHARING, WIDE_SHARING = 64, 100 << 20, 16 << 20
+# for 23. And of a tile so many pieces at most: where one has 132, as of 4 queries of 32 heads with one key head, 64k keys
+# take 56 us for 27.
+TILE, WORTH_SHARING, WIDE_SHARING, MOST_PIECES = 64, 100 << 20, 16 << 20, 16
 MOST_IN_ORDER = 256  # sequences of which it finds the longest
 
 
@@ -67,8 +68,9 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
 
 def are_worth_sharing(of: AttentionSpec, alike: bool, programs: int) -> bool:
     """Whether it is faster than Flash-Decoding, however few the tiles are, as programs share keys."""
-    least = WORTH_SHARING if _rows(of) <= TILE else WIDE_SHARING
-    return not is_narrow(of) and tiles_of(of) * bytes_of_keys(of) >= least and are_shared(of, alike, programs)
+    if is_narrow(of) or programs // tiles_of(of) > MOST_PIECES or not are_shared(of, alike, programs):
+        return False
+    return tiles_of(of) * bytes_of_keys(of) >= (WORTH_SHARING if _rows(of) <= TILE else WIDE_SHARING)
 
 
 def _has_few_tiles(of: AttentionSpec, size: int, least: float, programs: int) -> str | None:
