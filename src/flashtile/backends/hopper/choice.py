@@ -28,8 +28,8 @@ NARROW_TILES = 64, 128  # head dims
 # Bytes of K and V of all tiles from which on even fewer are shared here: with the 64 rows of a tile of Flash-Decoding
 # one sequence of 16k keys takes 31 us for 30, two 47 for 49, one of 128k 136 for 153; with more rows, which that reads
 # keys again for, 32 queries and 2k, 8k keys 16 for 13, 22 for 25, 64 queries and 1k, 2k, 4k 14 for 12, 15 for 16, 18
-# for 23. And of a tile so many pieces at most: where one has 132, as of 4 queries of 32 heads with one key head, 64k keys
-# take 56 us for 27.
+# for 23. And of a tile so many pieces at most: 64k keys of one key head, whose only tile, of 4 queries and 32 heads,
+# has 132, take 56 us for 27.
 TILE, WORTH_SHARING, WIDE_SHARING, MOST_PIECES = 64, 100 << 20, 16 << 20, 16
 MOST_IN_ORDER = 256  # sequences of which it finds the longest
 

@@ -22,10 +22,10 @@ from .schedule import Piece, Tile, schedule, with_pieces
 
 LOG2E = 1.4426950408889634
 # Rows and pieces of a tile that a program merges at once; more rows, where it would be more programs than this: 64
-# sequences of 16 queries, two of which have 8k keys, take 45 us for 49, 16 of 64 queries and 8k 205 for 222, 1 18.2 for
-# 19.4 the other way round.
+# sequences of 16 queries, two of which have 8k keys, take 45 us for 49, 16 of 64 queries and 8k 205 for 222, 4 of 128
+# queries and 2k 31 for 34, but one of 64 queries and 4k 19.4 for 18.2.
 MERGED_ROWS, MERGED_PIECES = 4, 4
-MERGED_ROWS_OF_MANY, MANY_MERGES = 8, 4096
+MERGED_ROWS_OF_MANY, MANY_MERGES = 8, 2048
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
 
 
