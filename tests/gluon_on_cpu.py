@@ -358,7 +358,8 @@ class Language:
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     int64, int32, int16, uint32 = torch.int64, torch.int32, torch.int16, torch.int64
     to_tensor = Number
-    static_range, exp2, log2, abs, zeros_like = range, torch.exp2, torch.log2, torch.abs, torch.zeros_like
+    static_range, exp, exp2, log, log2 = range, torch.exp, torch.exp2, torch.log, torch.log2
+    abs, zeros_like = torch.abs, torch.zeros_like
     load, store, sum, min, max = map(staticmethod, (gl_load, gl_store, gl_sum, gl_min, gl_max))
     allocate_shared_memory, warp_specialize = map(staticmethod, (allocate_shared, warp_specialize))
     inline_asm_elementwise = staticmethod(inline_asm)

@@ -1,4 +1,4 @@
-"""The keys of a cache, as the forward pass reads them: how many each sequence has, which has most, and where they lie.
+"""The keys of a cache, as the forward pass reads them: how many each sequence has, and where they lie.
 
 Lengths are read on the device. Past a sequence's last key its row, or its last page, may hold anything: K is masked
 there, and V set to zero, as a P of zero does not make zero of what is no number.

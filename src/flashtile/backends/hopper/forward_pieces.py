@@ -10,9 +10,6 @@ from triton.experimental.gluon import language as gl
 
 from .forward_cache import await_kernel_before
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
-
 
 @gluon.jit(do_not_specialize=["seqlen_q", "heads_q", "row_blocks"])
 def merge_kernel(
@@ -21,8 +18,8 @@ def merge_kernel(
     AT_A_TIME: gl.constexpr, AT_ONCE: gl.constexpr, IN_SHARES: gl.constexpr,
 ):  # fmt: skip
     """AT_A_TIME rows of a tile: out and lse of its pieces (section 6 of docs/algorithm.md), AT_ONCE of these on their
-    way together, in the same order in every run. Grid (tiles * row_blocks,). IN_SHARES: pieces of `share_out`, of which
-    a tile may have one or none; it then starts while the kernel before ends."""
+    way together, in the same order in every run. Grid (tiles * row_blocks,). IN_SHARES: pieces of `share_out`, where a
+    tile may have one, which is all of it; this kernel then starts while the one before ends."""
     STRIDE: gl.constexpr = ROWS * (DIM_V + 2)
     LANES: gl.constexpr = DIMS // 4 if DIMS < 128 else 32
     # a thread has the same numbers of all pieces
@@ -57,13 +54,13 @@ def merge_kernel(
             most_before = most
             most = gl.maximum(most, gl.max(lse, axis=0))
             shift = gl.where(most == float("-inf"), 0.0, most)
-            kept = gl.exp2((most_before - shift) * LOG2E)
-            weight = gl.exp2((lse - shift[None, :]) * LOG2E)
+            kept = gl.exp(most_before - shift)
+            weight = gl.exp(lse - shift[None, :])
             total = total * kept + gl.sum(weight, axis=0)
             o = gl.sum(o * (weight * inverse)[:, :, None], axis=0)
             out = out * gl.convert_layout(kept, gl.SliceLayout(1, matrix))[:, None] + o
         inverse = gl.convert_layout(1 / gl.where(total == 0, 1.0, total), gl.SliceLayout(1, matrix))
-        lse = gl.convert_layout(most + gl.log2(total) * LN2, gl.SliceLayout(1, matrix))
+        lse = gl.convert_layout(most + gl.log(total), gl.SliceLayout(1, matrix))
         queries = query + row // PACK
         heads = head * PACK + row % PACK
         there = queries < seqlen_q
