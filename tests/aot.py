@@ -146,7 +146,7 @@ def compile_hopper_cached(case: AttentionSpec, page_size: int) -> tuple[Usage, o
     turned = torch.empty_like(call.given.q)
     moving = dict(zip(cached_launch.MOVING, (*call.given, case.seqlen_k, turned, out, lse), strict=True))
     schedule = cached_schedule.schedule_of(case, False, 132, torch.device("meta"))
-    moving |= {"schedule": schedule.table, "pieces": schedule.pieces, "shared": schedule.shared}
+    moving |= schedule.moving
     cached = cached_launch.CachedSpec(case, page_size, call.seqlen_new, len(call.given.k_cache))
     launched = cached_launch.forward_call(cached, moving, {}, schedule)
     return _compile_gluon(launched.fn, launched.arguments, forward=True)

@@ -29,13 +29,14 @@ from aot import (
     kernels_and_tensors,
     loops_with_products,
     machine_code,
+    of_a_call,
     overwritten_operands,
     serializes_products,
     spills_in_loops,
 )
 from cases import BF16, FLOAT, spec
 
-from flashtile.backends.hopper import compiling
+from flashtile.backends.hopper import cached_launch, cached_schedule, compiling
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.hopper.compat import SINCE_3_9
 from flashtile.backends.hopper.llvm_ir import for_roles
@@ -356,6 +357,20 @@ def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_
     assert not any(spills := spills_in_loops(compiled)), f"triton {triton.__version__}, {usage}: {spills}"
     assert not overwritten_operands(compiled), f"triton {triton.__version__}"
     assert not barriers_left_alone(compiled)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("queries", [16, 64])
+def test_hopper_merges_compile_and_leave_place_for_others(dim, queries):
+    """Of 16 sequences, by four rows at once, or eight; 8 bytes are spilled at D 256 by 3.6."""
+    case = spec((queries, 8192), (32, 8), (dim, dim), BF16, batch=16, right=0)
+    *_, out, lse = of_a_call(case)
+    schedule = cached_schedule.schedule_of(case, False, 132, torch.device("meta"))
+    merge = cached_launch.merge_call(case, {"out": out, "lse": lse} | schedule.moving, len(schedule.shared))
+    usage, _ = compile_call(merge, "sm_90")
+    assert usage.stack <= 8, usage
+    assert usage.registers <= 128, usage
+    assert usage.shared == 0, usage  # no layout is turned to another by way of it
 
 
 @pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")

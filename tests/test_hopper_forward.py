@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import gluon_on_cpu
@@ -10,6 +11,7 @@ import torch
 from cases import BF16, HALF, spec
 
 from flashtile.backends.hopper import config, launch
+from flashtile.backends.launcher import KernelCall
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -90,6 +92,42 @@ def test_out_and_lse_are_right_where_programs_share_tiles(name):
     inputs = make_inputs(case)
     result = forward_on_cpu(case, tiles, inputs, programs)
     assert [str(e) for e in errors(case, inputs, result) if not e.ok] == []
+
+
+@pytest.mark.parametrize("in_shares", [False, True])
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("name", SHARED)
+def test_pieces_of_tiles_are_merged(name, many, in_shares, monkeypatch):
+    """By a few rows at once, and by more; pieces of shares lie in other slots, and tiles that are whole have one."""
+    torch.manual_seed(0)
+    case, _ = SHARED[name]
+    tiles = config.choose(case)
+    if many:
+        monkeypatch.setattr(launch, "MANY_MERGES", 0)
+    pack = config.heads_per_tile(case, tiles)
+    last = case.batch - 1, case.heads_q // pack - 1, (case.seqlen_q - 1) * pack // tiles.rows * (tiles.rows // pack)
+    shared = torch.tensor([[0, 0, 0, 0, 2], [*last, 4, 11], [0, 0, 0, 0, 1]])[: 2 + in_shares].int()
+    pieces = torch.randn(26, tiles.rows * (tiles.head_dim_v + 2))
+    pieces[:3, -2 * tiles.rows : -2 * tiles.rows + 5] = -math.inf  # rows that see no key of these
+    shape = case.batch, case.seqlen_q, case.heads_q, case.head_dim_v
+    (out, lse), (expected, expected_lse) = (
+        (torch.zeros(shape, dtype=HALF), torch.zeros(case.batch, case.heads_q, case.seqlen_q)) for _ in range(2)
+    )
+    programs, numbers = launch.merge_scalars(case, tiles, len(shared), in_shares)
+    merge = KernelCall(launch.merge_kernel, programs, (pieces, out, lse, shared, *numbers), (), {})
+    gluon_on_cpu.run_call("forward_pieces", merge)
+    sizes = tiles.rows * tiles.head_dim_v, tiles.rows, tiles.rows
+    for batch, head, query, first, count in shared[:2].tolist():
+        slots = [first + (2 * i + (i == 0) if in_shares else i) for i in range(count)]
+        outs, lses, inverses = pieces[slots].split(sizes, 1)
+        weights = lses.softmax(0).nan_to_num(0.0) * inverses
+        merged = (weights[:, :, None] * outs.view(count, tiles.rows, -1)).sum(0)
+        for row in range(tiles.rows):
+            if (at := query + row // pack) < case.seqlen_q:
+                expected_lse[batch, head * pack + row % pack, at] = lses[:, row].logsumexp(0)
+                expected[batch, at, head * pack + row % pack] = merged[row, : case.head_dim_v].to(HALF)
+    torch.testing.assert_close(lse, expected_lse)
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class CachedForward(Launcher):
         alike = moving["cache_seqlens"] is None and moving["cache_leftpad"] is None
         runs = [] if append is None else [prepared(device, append_call(append, moving))]
         schedule = schedule_of(cached.attention, alike, programs_on(device), device)
-        moving |= {"schedule": schedule.table, "pieces": schedule.pieces, "shared": schedule.shared}
+        moving |= schedule.moving
         with compiling.for_hopper(EARLY, forward=True) as options:
             runs.append(prepared(device, forward_call(cached, moving, options, schedule)))
         if schedule.shared is not None:
@@ -99,8 +99,8 @@ CACHED = CachedForward()
 
 
 def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
-    """attend(given) for arguments like those of this call, by Algorithm 1 of FlashAttention-3; keys are not split.
-    Sinks come in behind it, by PyTorch."""
+    """attend(given) for arguments like those of this call, by Algorithm 1 of FlashAttention-3, or in
+    shares of keys. Sinks come in behind it, by PyTorch."""
     of, given, cache, seqlen_new = call.spec, call.given, call.cache, call.seqlen_new
     out_like, lse_like = results_of(of, given.q.device)
     turned_like = torch.empty_like(given.q, memory_format=torch.contiguous_format) if call.rotary_dims else None

@@ -1,5 +1,5 @@
 """Which calls the Hopper kernels leave to others by themselves: what was measured on an H200, `cached_rows`,
-`cached_chunks` and `few_queries` in hopper-runs-h200.json."""
+`cached_chunks`, `few_queries` and `key_shares` in hopper-runs-h200.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY, LONG = 3.3, 1 << 20
 NARROW_TILES = 64, 128  # head dims
 # Bytes of K and V of all tiles from which on even fewer are shared here: with the 64 rows of a tile of Flash-Decoding
 # one sequence of 16k keys takes 31 us for 30, two 47 for 49, one of 128k 136 for 153; with more rows, which that reads
-# keys again for, 32 queries and 2k, 8k keys 16 for 13, 22 for 25, 64 queries and 1k, 2k, 4k 14 for 12, 15 for 16, 18
+# keys again for, 32 queries and 2k, 8k keys 16 for 13, 22 for 25, 64 queries and 1k, 2k, 4k 14 for 13, 15 for 16, 18
 # for 23. And of a tile so many pieces at most: 64k keys of one key head, whose only tile, of 4 queries and 32 heads,
 # has 132, take 56 us for 27.
 TILE, WORTH_SHARING, WIDE_SHARING, MOST_PIECES = 64, 100 << 20, 16 << 20, 16
@@ -36,15 +36,15 @@ MOST_IN_ORDER = 256  # sequences of which it finds the longest
 
 def passes_on(spec: AttentionSpec, device: torch.device) -> str | None:
     """Why it leaves a call that it could take to the next backend."""
-    few_queries = spec.seqlen_k >= MANY_KEYS * spec.seqlen_q
-    if few_queries and are_worth_sharing(spec, True, programs_on(device)):
+    few_queries, programs = spec.seqlen_k >= MANY_KEYS * spec.seqlen_q, programs_on(device)
+    if few_queries and are_shared(spec, True, programs) and are_worth_sharing(spec, programs):
         return None
     pairs = spec.seqlen_q * spec.seqlen_k * (0.5 if spec.window_right >= 0 else 1.0)
     operations = 2 * spec.batch * spec.heads_q * pairs * (spec.head_dim + spec.head_dim_v)
     if operations < WORTHWHILE:
         return f"{operations / 1e9:.1f} GFLOP are too few to fill the GPU with its tiles: by itself it starts at 8"
     if few_queries:
-        return _has_few_tiles(spec, bytes_of_keys(spec), least_tiles(spec), programs_on(device))
+        return _has_few_tiles(spec, bytes_of_keys(spec), least_tiles(spec), programs)
     return None
 
 
@@ -53,22 +53,22 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
     of, size, programs = call.spec, bytes_of_keys(call.spec), programs_on(call.given.q.device)
     alike = call.cache.alike or of.batch == 1
     if num_splits:
-        return "it does not split keys, and how a tile is computed may depend on those before it"
+        return "it splits keys as it finds them, and how a tile is computed may depend on those before it"
     if is_narrow(of) and call.given.sinks is not None:
         return "sinks come in behind it, which takes longer than what it saves"
     many = tiles_of(of) > programs * (1 if alike else MANY) and (alike or of.batch <= MOST_IN_ORDER)
     if many and size <= LONG and has_narrow_tiles(of):
         return f"{tiles_of(of)} tiles are many, of which nobody splits any"
-    if are_worth_sharing(of, alike, programs):
-        return None
     shared = are_shared(of, alike, programs)
+    if shared and are_worth_sharing(of, programs):
+        return None
     waits = not alike and not (is_narrow(of) and size <= SOON_READ)
     return _has_few_tiles(of, size, least_tiles(of, waits, shared), programs)
 
 
-def are_worth_sharing(of: AttentionSpec, alike: bool, programs: int) -> bool:
-    """Whether it is faster than Flash-Decoding, however few the tiles are, as programs share keys."""
-    if is_narrow(of) or programs // tiles_of(of) > MOST_PIECES or not are_shared(of, alike, programs):
+def are_worth_sharing(of: AttentionSpec, programs: int) -> bool:
+    """Whether it is faster than Flash-Decoding where programs share keys, however few the tiles are."""
+    if is_narrow(of) or programs // tiles_of(of) > MOST_PIECES:
         return False
     return tiles_of(of) * bytes_of_keys(of) >= (WORTH_SHARING if _rows(of) <= TILE else WIDE_SHARING)
 
@@ -90,8 +90,8 @@ def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False) ->
     of 2k and 8 heads 34 for 40, and 58 for 65. The fewer tiles there are, the sooner a sequence three times as long as
     most is one that all wait for. Shares of 32 rows: 12 of 8k 63 us for 62, 16 of these, two of which are long, 30 for
     42, where lengths fall off 42 for 43, but of one head 128 of 16k 23 for 19, 65 for 67, 141 for 138, of 4k 49 for 46.
-    64 rows in shares: 1, 2, 4 sequences of 2k keys 14 us for 11, 14.6 for 14.2, 18 for 19, 12 of 8k and lengths that
-    differ 67 for 76.
+    64 rows in shares: 1, 2, 4 sequences of 2k keys 14 us for 11, 14.6 for 14.2, 18 for 19, 4 of 8k and lengths that
+    differ 30 for 34.
     """
     if is_narrow(of):
         return 0.4 if not waits else 1.2 if has_narrow_tiles(of) else 0.8
