@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import random
 import sys
 import threading
@@ -340,6 +341,10 @@ def _stub(*_: Any, **__: Any) -> SimpleNamespace:
     return SimpleNamespace()
 
 
+def associative_scan(x: torch.Tensor, axis: int, combine: Any) -> torch.Tensor:
+    return torch.stack(list(itertools.accumulate(x.unbind(axis), combine)), axis)
+
+
 class SharedLayout:
     """How matrices lie in shared memory. The swizzle is as wide as it says in columns, whatever their dtype."""
 
@@ -379,6 +384,7 @@ class Language:
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
     split = staticmethod(lambda x: (x[..., 0], x[..., 1]))
     fma = staticmethod(fma)
+    associative_scan = staticmethod(associative_scan)
     barrier = staticmethod(lambda: None)  # of the threads of a role, which is one thread here
     broadcast = staticmethod(torch.broadcast_tensors)
     join = staticmethod(lambda a, b: torch.stack((a, b), -1))

@@ -360,17 +360,17 @@ def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("queries", [16, 64])
-def test_hopper_merges_compile_and_leave_place_for_others(dim, queries):
-    """Of 16 sequences, by four rows at once, or eight; 8 bytes are spilled at D 256 by 3.6."""
-    case = spec((queries, 8192), (32, 8), (dim, dim), BF16, batch=16, right=0)
+@pytest.mark.parametrize("batch", [1, 2, 16])
+def test_hopper_merges_compile_and_leave_place_for_others(dim, batch):
+    """Of 16 queries, of one sequence or two whose tiles have many pieces, of more that have few."""
+    case = spec((16, 8192), (32, 8), (dim, dim), BF16, batch=batch, right=0)
     *_, out, lse = of_a_call(case)
     schedule = cached_schedule.schedule_of(case, False, 132, torch.device("meta"))
-    merge = cached_launch.merge_call(case, {"out": out, "lse": lse} | schedule.moving, len(schedule.shared))
+    merge = cached_launch.merge_call(case, {"out": out, "lse": lse} | schedule.moving, schedule)
     usage, _ = compile_call(merge, "sm_90")
     assert usage.stack <= 8, usage
     assert usage.registers <= 128, usage
-    assert usage.shared == 0, usage  # no layout is turned to another by way of it
+    assert usage.shared <= (0 if batch == 16 else 4 << 10), usage  # sums over warps, where these have other pieces
 
 
 @pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")

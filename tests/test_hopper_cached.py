@@ -145,43 +145,64 @@ def test_tiles_dealt_by_length_are_those_of_sequences(batch, layout):
         assert mine[: 1 + row[0]] == row[: 1 + row[0]]
 
 
-@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
-@pytest.mark.parametrize("batch", [1, 5, 16, 100, 128])
-@pytest.mark.parametrize("programs", [6, 40, 132])
-def test_every_block_of_keys_is_in_one_share_and_every_tile_knows_its_pieces(programs, batch, right):
-    """Three lines: a head and three blocks of rows."""
-    torch.manual_seed(0)
-    seqlen_q, m_blocks, tile_n = 300, 3, 128
-    ends = torch.randint(0, 3000, (batch,)).int()
-    programs = programs // m_blocks * m_blocks
+M_BLOCKS, SEQLEN_Q, TILE_N = 3, 300, 128
+
+
+def shared_out(ends: Tensor, shares: int, right: int, pieces_cost: int) -> tuple[dict, Tensor]:
+    """What `share_out` makes of three lines, a head and three blocks of rows: of each tile (sequence, m_block) the
+    pieces (first key block, end, slot or -1), in order, and what the merge is told."""
+    programs, batch = shares * M_BLOCKS, len(ends)
     table = torch.full((programs, 2 * (batch + 2)), -1)
-    shared = torch.full((batch * m_blocks, 5), -1, dtype=torch.int32)
-    lengths, schedule, told = (gluon_on_cpu.Pointer(x.view(-1)) for x in (ends, table, shared))
+    shared = torch.full((min(batch, shares) * M_BLOCKS, 5), -1, dtype=torch.int32)
+    lengths, schedule, told = (gluon_on_cpu.Pointer(x.view(-1)) for x in (ends.int(), table, shared))
     keys = gluon_on_cpu.load("forward_cache").CachedKeys(lengths, None, None, None, 0, True, 0)
-    numbers = seqlen_q, 4096, 1, 1, -1, right, 1.0, 1.0, 1.0, schedule, table.shape[1], keys
-    constants = 2, 64, tile_n, False, right >= 0, False, True, False, True, 2, 0, True, 1
+    numbers = SEQLEN_Q, 4096, 1, 1, -1, right, 1.0, 1.0, 1.0, schedule, table.shape[1], keys
+    constants = 2, 64, TILE_N, False, right >= 0, False, True, False, True, 2, 0, True, 1
     p = gluon_on_cpu.load("forward_problem").Problem(*numbers, *constants)
-    gluon_on_cpu.run(gluon_on_cpu.load("forward_schedule").share_out, programs, (p, told, batch, m_blocks))
+    arguments = p, told, batch, M_BLOCKS, pieces_cost
+    gluon_on_cpu.run(gluon_on_cpu.load("forward_schedule").share_out, programs, arguments)
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for program, row in enumerate(table.tolist()):
         for i in range(1, 1 + row[0]):
             sequence, m_block = row[i] >> 32 & 0x7FFFFFFF, row[i] & 0xFFFFFFFF
             slot, first, end = (row[len(row) // 2 + i] >> bits & (1 << 21) - 1 for bits in (42, 21, 0))
             found.setdefault((sequence, m_block), []).append((first, end, slot - 1 if row[i] < 0 else -1))
-            assert program % m_blocks == m_block
-    assert len(found) == batch * m_blocks
+            assert program % M_BLOCKS == m_block
+    return {tile: sorted(pieces) for tile, pieces in found.items()}, shared
+
+
+@pytest.mark.parametrize("right", [-1, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("batch", [1, 5, 16, 100, 128])
+@pytest.mark.parametrize("shares", [2, 13, 44])
+def test_every_block_of_keys_is_in_one_share_and_every_tile_knows_its_pieces(shares, batch, right):
+    torch.manual_seed(0)
+    ends = torch.randint(0, 3000, (batch,))
+    found, shared = shared_out(ends, shares, right, pieces_cost=0)
+    assert len(found) == batch * M_BLOCKS
     slots = [slot for pieces in found.values() for *_, slot in pieces if slot >= 0]
     assert len(set(slots)) == len(slots)
+    told = {(b, query // 128): (head, slot, count) for b, head, query, slot, count in shared.tolist() if count > 1}
+    assert told.keys() == {tile for tile, pieces in found.items() if len(pieces) > 1}
     for (sequence, m_block), pieces in found.items():
-        seen = int(ends[sequence]) if right < 0 else int(ends[sequence]) - seqlen_q + min(128 * (m_block + 1), seqlen_q)
-        pieces.sort()
+        seen = int(ends[sequence]) if right < 0 else int(ends[sequence]) - SEQLEN_Q + min(128 * (m_block + 1), SEQLEN_Q)
         assert [first for first, *_ in pieces] == [0] + [end for _, end, _ in pieces[:-1]]
-        assert pieces[-1][1] == max(-(-seen // tile_n), 1)
-        *where, first_slot, count = shared[sequence * m_blocks + m_block].tolist()
-        assert where == [sequence, 0, 128 * m_block]
-        assert count == len(pieces)
-        if count > 1:
-            assert [slot for *_, slot in pieces] == [first_slot + 1] + [first_slot + 2 * i for i in range(1, count)]
+        assert pieces[-1][1] == max(-(-seen // TILE_N), 1)
+        if len(pieces) > 1:
+            head, slot, count = told[sequence, m_block]
+            assert (head, count) == (0, len(pieces))
+            assert [slot for *_, slot in pieces] == [slot + 1] + [slot + 2 * i for i in range(1, count)]
+
+
+@pytest.mark.parametrize("longest", [2900, 4096])
+@pytest.mark.parametrize("batch", [12, 13, 14])
+def test_tiles_are_whole_where_that_takes_no_longer_than_pieces_and_their_merging(batch, longest):
+    """Of 12 or 13 sequences of 23 blocks of keys, by 13 programs, but not where one has 32, nor by fewer programs."""
+    ends = torch.full((batch,), 2900)
+    ends[5] = longest
+    found, shared = shared_out(ends, 13, -1, pieces_cost=5)
+    are_whole = {len(pieces) for pieces in found.values()} == {1}
+    assert are_whole == (batch <= 13 and longest == 2900)
+    assert are_whole == bool((shared[:, 4] == 1).all())
 
 
 def computed(problem: Problem, programs: int, monkeypatch) -> tuple[Tensor, Tensor, cached_schedule.Schedule]:
@@ -204,7 +225,7 @@ def computed(problem: Problem, programs: int, monkeypatch) -> tuple[Tensor, Tens
     call = cached_launch.forward_call(of, moving, {}, schedule)
     gluon_on_cpu.run_call("forward", call)
     if schedule.shared is not None:
-        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(case, moving, len(schedule.shared)))
+        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(case, moving, schedule))
     return out, lse, schedule
 
 
@@ -224,7 +245,7 @@ IN_SHARES += [("D 128", layout, "of each, a block's end") for layout in LAYOUTS]
 @pytest.fixture
 def in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs share keys however little that saves."""
-    monkeypatch.setattr(cached_schedule, "PIECES_COST", -math.inf)
+    monkeypatch.setattr(cached_schedule, "PIECES_COST", -1e3)
     monkeypatch.setattr(cached_launch, "CACHED", cached_launch.CachedForward())
     monkeypatch.setattr(cached, "PREPARED", {})
 

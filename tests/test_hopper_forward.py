@@ -95,15 +95,13 @@ def test_out_and_lse_are_right_where_programs_share_tiles(name):
 
 
 @pytest.mark.parametrize("in_shares", [False, True])
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("n_pieces", [2, 8, 16, 100])
 @pytest.mark.parametrize("name", SHARED)
-def test_pieces_of_tiles_are_merged(name, many, in_shares, monkeypatch):
-    """By a few rows at once, and by more; pieces of shares lie in other slots, and tiles that are whole have one."""
+def test_pieces_of_tiles_are_merged(name, n_pieces, in_shares):
+    """However many they are said to be; pieces of shares lie in other slots, and tiles that are whole have one."""
     torch.manual_seed(0)
     case, _ = SHARED[name]
     tiles = config.choose(case)
-    if many:
-        monkeypatch.setattr(launch, "MANY_MERGES", 0)
     pack = config.heads_per_tile(case, tiles)
     last = case.batch - 1, case.heads_q // pack - 1, (case.seqlen_q - 1) * pack // tiles.rows * (tiles.rows // pack)
     shared = torch.tensor([[0, 0, 0, 0, 2], [*last, 4, 11], [0, 0, 0, 0, 1]])[: 2 + in_shares].int()
@@ -113,7 +111,7 @@ def test_pieces_of_tiles_are_merged(name, many, in_shares, monkeypatch):
     (out, lse), (expected, expected_lse) = (
         (torch.zeros(shape, dtype=HALF), torch.zeros(case.batch, case.heads_q, case.seqlen_q)) for _ in range(2)
     )
-    programs, numbers = launch.merge_scalars(case, tiles, len(shared), in_shares)
+    programs, numbers = launch.merge_scalars(case, tiles, len(shared), n_pieces, in_shares)
     merge = KernelCall(launch.merge_kernel, programs, (pieces, out, lse, shared, *numbers), (), {})
     gluon_on_cpu.run_call("forward_pieces", merge)
     sizes = tiles.rows * tiles.head_dim_v, tiles.rows, tiles.rows

@@ -41,8 +41,10 @@ class Schedule(NamedTuple):
     table: Tensor  # (programs, rounds): `entries`, or place for them, which programs write
     dealt: Tensor | None = None  # what `longest_first` makes them of
     pieces: Tensor | None = None  # place for these, where programs share keys
-    shared: Tensor | None = None  # (tiles, 5): place for what `merge_kernel` is told of each
+    shared: Tensor | None = None  # (tiles, 5): place for what `merge_kernel` is told of each, see `share_out`
+    n_pieces: int | None = None  # about so many has a tile
     m_blocks: int | None = None  # blocks of rows of a head, where programs share keys
+    pieces_cost: int | None = None  # what pieces cost, in blocks of keys
 
     @property
     def moving(self) -> dict[str, Tensor | None]:
@@ -93,11 +95,13 @@ def keys_shared(spec: AttentionSpec, alike: bool, programs: int, device: torch.d
     if not are_shared(spec, alike, programs):
         return None
     tiles, lines = config.choose(spec), lines_of(spec)
-    programs = programs // lines * lines
-    table = torch.empty((programs, 2 * (spec.batch + 2)), dtype=torch.int64, device=device)
-    pieces = torch.empty(2 * programs * tiles.rows * (tiles.head_dim_v + 2), dtype=torch.float32, device=device)
-    shared = torch.empty((spec.batch * lines, 5), dtype=torch.int32, device=device)
-    return Schedule(table, pieces=pieces, shared=shared, m_blocks=m_blocks_of(spec))
+    shares = programs // lines
+    table = torch.empty((shares * lines, 2 * (spec.batch + 2)), dtype=torch.int64, device=device)
+    pieces = torch.empty(2 * len(table) * tiles.rows * (tiles.head_dim_v + 2), dtype=torch.float32, device=device)
+    shared = torch.empty((min(spec.batch, shares) * lines, 5), dtype=torch.int32, device=device)
+    cost = round(PIECES_COST * BLOCK * spec.seqlen_k / (bytes_of_keys(spec) * tiles.tile_n))
+    n_pieces = shares if spec.batch == 1 else shares // spec.batch + 1
+    return Schedule(table, None, pieces, shared, n_pieces, m_blocks_of(spec), cost)
 
 
 def are_shared(spec: AttentionSpec, alike: bool, programs: int) -> bool:

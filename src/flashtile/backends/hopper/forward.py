@@ -455,12 +455,12 @@ def compute_walk(
 
 @gluon.jit(do_not_specialize=[
     "seqlen_q", "seqlen_k", "heads_q", "group", "window_left", "window_right", "rounds", "stride_places", "seqlen_new",
-    "batches", "m_blocks",
+    "batches", "m_blocks", "pieces_cost",
 ])  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, pieces_ptr, shared_ptr, seqlens_ptr, leftpad_ptr, places_ptr, seqlen_k,
     schedule_ptr, seqlen_q, heads_q, group, window_left, window_right, rounds, unit, natural, cap_in, stride_places,
-    seqlen_new, dealt_ptr, batches, m_blocks,
+    seqlen_new, dealt_ptr, batches, m_blocks, pieces_cost,
     WARPGROUPS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     STEADY: gl.constexpr, TAILS: gl.constexpr, FLAT: gl.constexpr, O_AWAITED: gl.constexpr, Q_KEPT: gl.constexpr,
@@ -489,7 +489,7 @@ def forward_kernel(
     if dealt_ptr is not None:
         longest_first(p, dealt_ptr, batches)
     if m_blocks is not None:
-        share_out(p, shared_ptr, batches, m_blocks)
+        share_out(p, shared_ptr, batches, m_blocks, pieces_cost)
     # tuples inline: bound to a name they lose their constexprs
     if WARPGROUPS == 2:
         gl.warp_specialize([

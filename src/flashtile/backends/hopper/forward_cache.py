@@ -86,10 +86,10 @@ def no_cache():
 
 @gluon.jit
 def await_kernel_before():
-    """Waits until the kernel before has ended, while which this one starts, and lets the next one start: it finds place
-    where programs end."""
-    gdc_wait()
+    """Lets the next kernel start, which finds place where programs end, and waits for this one by itself; and waits
+    until the kernel before has ended, while which this one starts."""
     gdc_launch_dependents()
+    gdc_wait()
 
 
 @gluon.jit

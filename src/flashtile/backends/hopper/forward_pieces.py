@@ -22,17 +22,22 @@ def merge_kernel(
     tile may have one, which is all of it; this kernel then starts while the one before ends."""
     STRIDE: gl.constexpr = ROWS * (DIM_V + 2)
     LANES: gl.constexpr = DIMS // 4 if DIMS < 128 else 32
-    # a thread has the same numbers of all pieces
-    layout: gl.constexpr = gl.BlockedLayout([AT_ONCE, 1, 4], [1, 32 // LANES, LANES], [1, gl.num_warps(), 1], [2, 1, 0])
+    # a thread has the same numbers of all pieces or, where rows are fewer than warps, of some
+    ROWS_OF_WARP: gl.constexpr = 32 // LANES
+    WARPS: gl.constexpr = AT_A_TIME // ROWS_OF_WARP  # that have rows of their own
+    APART: gl.constexpr = gl.num_warps() // WARPS
+    layout: gl.constexpr = gl.BlockedLayout(
+        [AT_ONCE // APART, 1, 4], [1, ROWS_OF_WARP, LANES], [APART, WARPS, 1], [2, 1, 0]
+    )
     sums: gl.constexpr = gl.SliceLayout(2, layout)  # (pieces, rows)
     matrix: gl.constexpr = gl.SliceLayout(0, layout)  # (rows, dims)
     if IN_SHARES:
         await_kernel_before()
     shared_ptr += gl.program_id(0) // row_blocks * 5
-    count = gl.load(shared_ptr + 4)
+    batch, head, query = gl.load(shared_ptr), gl.load(shared_ptr + 1), gl.load(shared_ptr + 2)
+    first_piece, count = gl.load(shared_ptr + 3), gl.load(shared_ptr + 4)
     if count > 1 or not IN_SHARES:
-        batch, head, query = gl.load(shared_ptr), gl.load(shared_ptr + 1), gl.load(shared_ptr + 2)
-        pieces_ptr += gl.load(shared_ptr + 3).to(gl.int64) * STRIDE
+        pieces_ptr += first_piece.to(gl.int64) * STRIDE
         first_row = gl.program_id(0) % row_blocks * AT_A_TIME
         row = first_row + gl.arange(0, AT_A_TIME, gl.SliceLayout(1, matrix))
         dims = gl.arange(0, DIMS, gl.SliceLayout(0, matrix))

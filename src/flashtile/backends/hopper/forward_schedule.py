@@ -47,18 +47,19 @@ def longest_first(p, dealt, batches):
 
 
 @gluon.jit
-def share_out(p, shared_ptr, batches, m_blocks):
+def share_out(p, shared_ptr, batches, m_blocks, pieces_cost):
     """Writes this program's list of the schedule: its share of a line. The key blocks of all its tiles, one sequence
     after the other, are cut into as many equal shares as the line has programs: the end of one tile, whole ones, the
     beginning of another. Programs with the same share of other lines read the same keys of other heads at that time.
+    Each has one tile, or none, where the longest takes less than a share and what pieces and their merging cost, in
+    blocks.
 
     Of share n slot 2 n of the line's pieces is for that of a tile that begins before it, slot 2 n + 1 for that of one
-    that goes on behind it. Who begins a tile writes to (B * heads * m_blocks, 5) what `merge_kernel` is to know: batch,
-    head, first query, slot 2 n, and in how many pieces it is, or 1.
+    that goes on behind it. Who begins a tile writes to (tiles, 5) what `merge_kernel` is to know: batch, head, first
+    query, slot 2 n, and in how many pieces it is, or 1. Where shares are fewer than sequences, that has a row for each
+    share, and the tile that goes on behind it.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, COMPARED], [32, 1], [gl.num_warps(), 1], [1, 0])
-    sequence = gl.arange(0, MOST_SEQUENCES, gl.SliceLayout(1, layout))
-    number = gl.arange(0, COMPARED, gl.SliceLayout(0, layout))
+    sequence = gl.arange(0, MOST_SEQUENCES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     heads = p.heads_q // p.PACK
     lines = heads * m_blocks
     line = gl.program_id(0) % lines
@@ -66,23 +67,22 @@ def share_out(p, shared_ptr, batches, m_blocks):
     shares = gl.num_programs(0) // lines
     head = line // m_blocks
     m_block = line % m_blocks
+    fewer_shares = batches > shares
+    gl.store(shared_ptr + (gl.program_id(0) * 5 + 4), 1, fewer_shares)  # unless a tile goes on, which says so below
 
     # where tiles begin in the line and end, what a tile costs beside its blocks counted ahead of these
     first, blocks = blocks_of_tile(p, sequence, batches, m_block)
-    begin = gl.zeros_like(sequence) + TILE_COST
-    for some in range(0, batches, COMPARED):
-        other = some + number
-        _, of_other = blocks_of_tile(p, other, batches, m_block)
-        cost = gl.where(other < batches, of_other + TILE_COST, 0)
-        begin += gl.sum(gl.where(other[None, :] < sequence[:, None], cost[None, :], 0), axis=1)
-    end = begin + blocks
-    all_end = gl.max(gl.where(sequence < batches, end, 0), axis=0)
+    end = gl.associative_scan(gl.where(sequence < batches, blocks + TILE_COST, 0), 0, plus)
+    begin = end - blocks
+    all_end = gl.max(end, axis=0)
     share = gl.maximum((all_end + shares - 1) // shares, LEAST_SHARE)
-    barrier()
 
     # this share's part of each tile
     from_block = gl.maximum(n * share - begin, 0)
     to_block = gl.minimum((n + 1) * share - begin, blocks)
+    if (fewer_shares ^ True) & (gl.max(blocks, axis=0) <= share + pieces_cost):
+        from_block = gl.where(sequence == n, 0, blocks)
+        to_block = blocks
     mine = from_block < to_block
     slot = line * (2 * shares) + 2 * n
     tile = ((sequence * heads + head).to(gl.int64) << 32) | m_block
@@ -97,14 +97,20 @@ def share_out(p, shared_ptr, batches, m_blocks):
     gl.store(at, gl.where(is_piece, tile | -0x8000000000000000, tile), mine)
     gl.store(at + p.rounds // 2, numbers, mine)
     gl.store(entries, gl.sum(mine.to(gl.int32), axis=0))
-    shared = shared_ptr + (sequence * lines + line) * 5
-    begins = mine & (from_block == 0)
-    gl.store(shared, sequence, begins)
-    gl.store(shared + 1, gl.zeros_like(sequence) + head, begins)
-    gl.store(shared + 2, gl.zeros_like(sequence) + p.first_query(m_block, 0), begins)
-    gl.store(shared + 3, gl.zeros_like(sequence) + slot, begins)
-    gl.store(shared + 4, (end - 1) // share - n + 1, begins)
+    goes_on = mine & (from_block == 0) & (to_block < blocks)
+    told = goes_on | (mine & (from_block == 0) & (fewer_shares ^ True))
+    shared = shared_ptr + gl.where(fewer_shares, gl.program_id(0), sequence * lines + line) * 5
+    gl.store(shared, sequence, told)
+    gl.store(shared + 1, gl.zeros_like(sequence) + head, told)
+    gl.store(shared + 2, gl.zeros_like(sequence) + p.first_query(m_block, 0), told)
+    gl.store(shared + 3, gl.zeros_like(sequence) + slot, told)
+    gl.store(shared + 4, gl.where(goes_on, (end - 1) // share - n + 1, 1), told)
     barrier()
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
 
 
 @gluon.jit

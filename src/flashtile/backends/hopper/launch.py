@@ -21,11 +21,9 @@ from .forward_problem import PIECE_BITS, TAIL
 from .schedule import Piece, Tile, schedule, with_pieces
 
 LOG2E = 1.4426950408889634
-# Rows and pieces of a tile that a program merges at once; more rows, where it would be more programs than this: 64
-# sequences of 16 queries, two of which have 8k keys, take 45 us for 49, 16 of 64 queries and 8k 205 for 222, 4 of 128
-# queries and 2k 31 for 34, but one of 64 queries and 4k 19.4 for 18.2.
-MERGED_ROWS, MERGED_PIECES = 4, 4
-MERGED_ROWS_OF_MANY, MANY_MERGES = 8, 2048
+# Rows of a tile that a program merges, and pieces at once, as many as a tile has or about so many. TODO figures
+MERGED_ROWS, MERGED_ROWS_OF_MANY = 4, 2
+FEWEST_MERGED, MOST_MERGED = 4, 16
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
 
 
@@ -144,19 +142,22 @@ def merge_call(
 ) -> KernelCall:
     """`merge_kernel`: from pieces to out and lse."""
     pack = config.heads_per_tile(spec, tiles)
-    shared = shared_tiles(spec.heads_q // pack, tiles.rows // pack, of.pieces).to(lse.device)
-    programs, numbers = merge_scalars(spec, tiles, len(shared))
-    return KernelCall(merge_kernel, programs, (pieces, out, lse, shared, *numbers), range(3), OPTIONS)
+    shared = shared_tiles(spec.heads_q // pack, tiles.rows // pack, of.pieces)
+    programs, numbers = merge_scalars(spec, tiles, len(shared), int(shared[:, -1].max()))
+    return KernelCall(merge_kernel, programs, (pieces, out, lse, shared.to(lse.device), *numbers), range(3), OPTIONS)
 
 
-def merge_scalars(spec: AttentionSpec, tiles: config.Tiles, n_tiles: int, in_shares: bool = False) -> tuple[int, tuple]:
-    """The programs of `merge_kernel`, and its arguments after the tensors."""
+def merge_scalars(
+    spec: AttentionSpec, tiles: config.Tiles, n_tiles: int, n_pieces: int, in_shares: bool = False
+) -> tuple[int, tuple]:
+    """The programs of `merge_kernel`, and its arguments after the tensors; n_pieces: as many as a tile has, or about so
+    many."""
     pack = config.heads_per_tile(spec, tiles)
-    rows = min(spec.seqlen_q * pack, tiles.rows)
-    at_a_time = MERGED_ROWS if n_tiles * rows <= MANY_MERGES * MERGED_ROWS else MERGED_ROWS_OF_MANY
-    row_blocks = -(-rows // at_a_time)
+    at_once = min(max(triton.next_power_of_2(n_pieces), FEWEST_MERGED), MOST_MERGED)
     dims = spec.head_dim_v, tiles.head_dim_v, triton.next_power_of_2(tiles.head_dim_v)
-    constants = (*dims, tiles.rows, pack, at_a_time, MERGED_PIECES, in_shares)
+    at_a_time = (MERGED_ROWS if at_once < MOST_MERGED else MERGED_ROWS_OF_MANY) * max(128 // dims[-1], 1)
+    row_blocks = -(-min(spec.seqlen_q * pack, tiles.rows) // at_a_time)
+    constants = (*dims, tiles.rows, pack, at_a_time, at_once, in_shares)
     return n_tiles * row_blocks, (spec.seqlen_q, spec.heads_q, row_blocks, *constants)
 
 
@@ -173,28 +174,30 @@ def score_scalars(spec: AttentionSpec) -> tuple[float, float, float]:
 
 
 class Stored(NamedTuple):
-    """What `forward_kernel` is told of a cache beside its tensors."""
+    """What `forward_kernel` is told of a cache, if there is one, beside its tensors."""
 
-    stride_places: int
-    seqlen_new: int
-    page_size: int  # 0: not in pages
-    dealt: Tensor | None  # what the schedule is made of, by the order of sequences' lengths
-    batches: int
-    m_blocks: int | None  # blocks of rows of a head, if programs share keys
+    stride_places: int | None = None
+    seqlen_new: int | None = None
+    page_size: int = 0  # not in pages
+    dealt: Tensor | None = None  # what the schedule is made of, by the order of sequences' lengths
+    batches: int | None = None
+    m_blocks: int | None = None  # blocks of rows of a head, if programs share keys
+    pieces_cost: int | None = None  # what those cost, in blocks of keys
 
 
 def scalars(spec: AttentionSpec, tiles: config.Tiles, rounds: int, stored: Stored | None = None) -> tuple:
     """The arguments of `forward_kernel` after the tensors. Lengths on the device may leave any number of keys past the
     last whole block, which is then a block."""
     tails = tiles.tails and spec.window_left < 0 and spec.window_right < 0 and stored is None
-    stride_places, seqlen_new, page_size, dealt, batches, m_blocks = stored or (None, None, 0, None, None, None)
+    cache = stored or Stored()
     return (
         spec.seqlen_q, spec.heads_q, spec.group, spec.window_left, spec.window_right,
-        rounds, *score_scalars(spec), stride_places, seqlen_new, dealt, batches, m_blocks,
+        rounds, *score_scalars(spec), cache.stride_places, cache.seqlen_new, cache.dealt,
+        cache.batches, cache.m_blocks, cache.pieces_cost,
         tiles.warpgroups, tiles.tile_m, tiles.tile_n, tiles.q_stages, tiles.stages, tiles.parts, tiles.parts_v,
         spec.window_left >= 0, spec.window_right >= 0, spec.softcap > 0, steady(spec),
         tails, tiles.flat, tiles.o_awaited, tiles.q_kept, config.heads_per_tile(spec, tiles), stored is not None,
-        page_size, tiles.head_dim, tiles.head_dim_v, tiles.compute_registers, tiles.load_registers,
+        cache.page_size, tiles.head_dim, tiles.head_dim_v, tiles.compute_registers, tiles.load_registers,
     )  # fmt: skip
 
 
