@@ -14,7 +14,7 @@ from .. import Attend
 from ..append import AppendSpec, append_call, append_spec, places_of, queries_of
 from ..launcher import KernelCall, Launcher, Run, call_of, empty_out, prepared, results_of, rows_apart
 from . import compiling, config
-from .cached_schedule import Schedule, schedule_of
+from .cached_schedule import Schedule, SharedKeys, schedule_of
 from .forward import forward_kernel
 from .forward_pieces import merge_kernel
 from .launch import OPTIONS, Box, Stored, boxes, describe, merge_scalars, programs_on, scalars
@@ -53,7 +53,7 @@ class CachedForward(Launcher):
         with compiling.for_hopper(EARLY, forward=True) as options:
             runs.append(prepared(device, forward_call(cached, moving, options, schedule)))
         if schedule.shared is not None:
-            runs.append(prepared(device, merge_call(cached.attention, moving, schedule)))
+            runs.append(prepared(device, merge_call(cached.attention, moving, schedule.shared)))
         scratch = schedule.scratch
         kept = [] if scratch else [schedule.table]
         empty_out(*scratch)
@@ -73,18 +73,18 @@ def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, An
     described = queries_of(moving), "k_cache", "v_cache", "out"
     names = *described, "lse", "pieces", "shared", "cache_seqlens", "cache_leftpad", places, "end", "schedule"
     from_place = rows_apart(moving[places]), spec.seqlen_new, spec.page_size
-    stored = Stored(*from_place, schedule.dealt, of.batch, schedule.m_blocks, schedule.pieces_cost)
+    told = (None, None) if schedule.shared is None else (schedule.shared.m_blocks, schedule.shared.pieces_cost)
+    stored = Stored(*from_place, schedule.dealt, of.batch, *told)
     boxes_of = zip(described, cached_boxes(of, tiles, spec.page_size), strict=True)
     moving = moving | {name: describe(moving[name], box) for name, box in boxes_of}
     numbers = scalars(of, tiles, rounds=table.shape[1], stored=stored)
     return call_of(forward_kernel, len(table), moving, names, numbers, options)
 
 
-def merge_call(of: AttentionSpec, moving: dict[str, Any], schedule: Schedule) -> KernelCall:
+def merge_call(of: AttentionSpec, moving: dict[str, Any], shared: SharedKeys) -> KernelCall:
     """`merge_kernel`, from pieces to out and lse."""
-    assert schedule.shared is not None and schedule.n_pieces is not None
-    n_tiles, n_pieces = len(schedule.shared), schedule.n_pieces
-    programs, numbers = merge_scalars(of, config.choose(of), n_tiles, n_pieces, in_shares=True)
+    tiles = config.choose(of)
+    programs, numbers = merge_scalars(of, tiles, len(shared.tiles), shared.n_pieces, in_shares=True)
     return call_of(merge_kernel, programs, moving, ("pieces", "out", "lse", "shared"), numbers, EARLY)
 
 

@@ -35,28 +35,35 @@ BLOCK = 64 << 10  # bytes of K and V
 ALL_BUSY, READ_BY_HALF = 1.3, 2
 
 
+class SharedKeys(NamedTuple):
+    """Place for what programs that share keys leave and say, and what they and `merge_kernel` are told."""
+
+    pieces: Tensor
+    tiles: Tensor  # (tiles, 5), of those that are in pieces: see `share_out`
+    n_pieces: int  # about so many has a tile
+    m_blocks: int  # blocks of rows of a head
+    pieces_cost: int  # in blocks of keys
+
+
 class Schedule(NamedTuple):
     """What each program does."""
 
     table: Tensor  # (programs, rounds): `entries`, or place for them, which programs write
     dealt: Tensor | None = None  # what `longest_first` makes them of
-    pieces: Tensor | None = None  # place for these, where programs share keys
-    shared: Tensor | None = None  # (tiles, 5): place for what `merge_kernel` is told of each, see `share_out`
-    n_pieces: int | None = None  # about so many has a tile
-    m_blocks: int | None = None  # blocks of rows of a head, where programs share keys
-    pieces_cost: int | None = None  # what pieces cost, in blocks of keys
+    shared: SharedKeys | None = None
 
     @property
     def moving(self) -> dict[str, Tensor | None]:
         """What kernels are given, by their names for it."""
-        return {"schedule": self.table, "pieces": self.pieces, "shared": self.shared}
+        pieces, tiles, *_ = self.shared or (None, None)
+        return {"schedule": self.table, "pieces": pieces, "shared": tiles}
 
     @property
     def scratch(self) -> list[Tensor]:
         """What a run writes, and needs for itself."""
-        if self.dealt is not None:
-            return [self.table]
-        return [] if self.pieces is None or self.shared is None else [self.table, self.pieces, self.shared]
+        if self.shared is not None:
+            return [self.table, self.shared.pieces, self.shared.tiles]
+        return [] if self.dealt is None else [self.table]
 
 
 def schedule_of(spec: AttentionSpec, alike: bool, programs: int, device: torch.device) -> Schedule:
@@ -98,10 +105,10 @@ def keys_shared(spec: AttentionSpec, alike: bool, programs: int, device: torch.d
     shares = programs // lines
     table = torch.empty((shares * lines, 2 * (spec.batch + 2)), dtype=torch.int64, device=device)
     pieces = torch.empty(2 * len(table) * tiles.rows * (tiles.head_dim_v + 2), dtype=torch.float32, device=device)
-    shared = torch.empty((min(spec.batch, shares) * lines, 5), dtype=torch.int32, device=device)
+    in_pieces = torch.empty((min(spec.batch, shares) * lines, 5), dtype=torch.int32, device=device)
     cost = round(PIECES_COST * BLOCK * spec.seqlen_k / (bytes_of_keys(spec) * tiles.tile_n))
     n_pieces = shares if spec.batch == 1 else shares // spec.batch + 1
-    return Schedule(table, None, pieces, shared, n_pieces, m_blocks_of(spec), cost)
+    return Schedule(table, shared=SharedKeys(pieces, in_pieces, n_pieces, m_blocks_of(spec), cost))
 
 
 def are_shared(spec: AttentionSpec, alike: bool, programs: int) -> bool:

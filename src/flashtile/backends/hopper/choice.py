@@ -25,12 +25,11 @@ SOON_READ = 512 << 10
 # round on. At head dims that they pad, or have tiles of 16 rows for, they take 1.03 to 1.6 times as long.
 MANY, LONG = 3.3, 1 << 20
 NARROW_TILES = 64, 128  # head dims
-# Bytes of K and V of all tiles from which on even fewer are shared here: with the 64 rows of a tile of Flash-Decoding
-# one sequence of 16k keys takes 31 us for 30, two 47 for 49, one of 128k 136 for 153; with more rows, which that reads
-# keys again for, 32 queries and 2k, 8k keys 16 for 13, 22 for 25, 64 queries and 1k, 2k, 4k 14 for 13, 15 for 16, 18
-# for 23. And of a tile so many pieces at most: 64k keys of one key head, whose only tile, of 4 queries and 32 heads,
-# has 132, take 56 us for 27.
-TILE, WORTH_SHARING, WIDE_SHARING, MOST_PIECES = 64, 100 << 20, 16 << 20, 16
+# Bytes of K and V of all tiles from which on even fewer are shared here: one sequence of 16 queries and 4k, 8k, 128k
+# keys takes 13.4 us for 13.5, 17.9 for 18.7, 130 for 152, two of 2k 13.6 for 14.0, but one of 2k 11.8 for 10.9; of 64
+# queries one of 2k and 4k 14.6 for 16.1, 17.3 for 23.4, of 1k 15.5 for 12.4. And of a tile so many pieces at most: 64k
+# keys of one key head, whose only tile, of 4 queries and 32 heads, has 132, take 33 us for 27.
+WORTH_SHARING, MOST_PIECES = 16 << 20, 16
 MOST_IN_ORDER = 256  # sequences of which it finds the longest
 
 
@@ -68,9 +67,8 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
 
 def are_worth_sharing(of: AttentionSpec, programs: int) -> bool:
     """Whether it is faster than Flash-Decoding where programs share keys, however few the tiles are."""
-    if is_narrow(of) or programs // tiles_of(of) > MOST_PIECES:
-        return False
-    return tiles_of(of) * bytes_of_keys(of) >= (WORTH_SHARING if _rows(of) <= TILE else WIDE_SHARING)
+    few_pieces = programs // tiles_of(of) <= MOST_PIECES
+    return not is_narrow(of) and few_pieces and tiles_of(of) * bytes_of_keys(of) >= WORTH_SHARING
 
 
 def _has_few_tiles(of: AttentionSpec, size: int, least: float, programs: int) -> str | None:

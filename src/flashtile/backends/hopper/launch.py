@@ -21,7 +21,10 @@ from .forward_problem import PIECE_BITS, TAIL
 from .schedule import Piece, Tile, schedule, with_pieces
 
 LOG2E = 1.4426950408889634
-# Rows of a tile that a program merges, and pieces at once, as many as a tile has or about so many. TODO figures
+# Rows of a tile that a program merges, and pieces at once, about as many as a tile has: 16 of two rows, where those are
+# so many, four of four rows in most calls. One sequence of 16 queries and 8k keys takes 17.8 us, by four of four rows
+# 20.5, by 16 of these 18.0, of one row 20.1; 16 of 64 queries whose lengths fall off 59 by four of four rows, 62 by
+# eight, 71 by eight of two, 101 of one (`key_shares` in hopper-runs-h200.json).
 MERGED_ROWS, MERGED_ROWS_OF_MANY = 4, 2
 FEWEST_MERGED, MOST_MERGED = 4, 16
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}  # triton 3.10 fuses no longer unless told to
