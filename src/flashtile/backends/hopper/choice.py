@@ -17,6 +17,7 @@ WORTHWHILE = 8e9
 # keys take 191 us for 206, 373 for 386, 16 of these 52 for 62, 97 for 102; of 1k keys 17.5 for 16.3, 29 for 31.
 FEW_ROWS, PADDED = 16, (96, 192)
 NARROW = 32  # rows
+TILE = 64  # rows, of a tile of Flash-Decoding, which reads keys again for more
 # Up to so many bytes of K and V of a tile one that is longer than others is soon read.
 SOON_READ = 512 << 10
 # Tiles for each multiprocessor beyond which narrow ones, but long ones, are left to Flash-Decoding, as it has whole
@@ -61,7 +62,7 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
     shared = are_shared(of, alike, programs)
     if shared and are_worth_sharing(of, programs):
         return None
-    waits = not alike and not (is_narrow(of) and size <= SOON_READ)
+    waits = not alike and size > SOON_READ
     return _has_few_tiles(of, size, least_tiles(of, waits, shared), programs)
 
 
@@ -86,14 +87,15 @@ def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False) ->
     Whole tiles of 8 heads and 8k keys, 32 rows: 6, 7 sequences take 62 us for 58, 62 for 65. Of lengths from there down
     to a 64th 12 take 68 for 62, and where all are as long 100 for 102, 112 of one head 74 for 71, and 112 for 122, 24
     of 2k and 8 heads 34 for 40, and 58 for 65. The fewer tiles there are, the sooner a sequence three times as long as
-    most is one that all wait for. Shares of 32 rows: 12 of 8k 63 us for 62, 16 of these, two of which are long, 30 for
-    42, where lengths fall off 42 for 43, but of one head 128 of 16k 23 for 19, 65 for 67, 141 for 138, of 4k 49 for 46.
-    64 rows in shares: 1, 2, 4 sequences of 2k keys 14 us for 11, 14.6 for 14.2, 18 for 19, 4 of 8k and lengths that
-    differ 30 for 34.
+    most is one that all wait for. Shares of 32 rows: 12 of 8k 61 us for 60, 16 of these, two of which are long, 29 for
+    41, where lengths fall off 41 for 42, but of one head 128 of 16k 20 for 18, 60 for 65, 137 for 137, of 4k 46 for 45.
+    64 rows and up to 1k keys: 2, 3, 4, 8 sequences 11.7 us for 11.4, 11.8 for 13.3, 12.0 for 13.9, 13.3 for 21, where
+    one is eight times as long as the others 4 and 8 take 11.6 for 10.4 and 12.1 for 13.5; up to 2k 8 take 22 for 32, or
+    18.9 for 15.9. 128 rows: 2 of 512 keys 9.5 for 14.0, 4 of 2k 24 for 48, where one is long 24 for 25.
     """
     if is_narrow(of):
         return 0.4 if not waits else 1.2 if has_narrow_tiles(of) else 0.8
-    return 0.2 if shared else 0.7 if waits else 0.3
+    return 0.45 if waits and not shared and _rows(of) <= TILE else 0.2
 
 
 def _rows(of: AttentionSpec) -> int:
