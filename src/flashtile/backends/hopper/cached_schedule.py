@@ -21,14 +21,14 @@ from .launch import Shares, entries, whole_tiles
 from .schedule import Tile
 
 # Bytes of K and V of a tile from which on programs share keys unless all sequences have as many, or all might wait for
-# one that is longer. 64 sequences of 16 queries and up to 8k keys take 45 us for 73 where two are long, 121 for 122
-# where lengths fall off, 272 for 254 where each is a little shorter than another; 16 of these 31 for 61, 43 for 63, 80
-# for 81; but 16 of up to 2k keys 30 for 25.
+# one that is longer. 64 sequences of 16 queries and up to 8k keys take 40 us for 70 where two are long, 114 for 119
+# where lengths fall off, 267 for 250 where each is a little shorter than another; 16 of these 30 for 61, 41 for 62, 76
+# for 80; but 16 of up to 2k keys 30 for 25.
 LONG_TILE = 2 << 20
 MOST_TILES = 4  # for each program, that are shared
 # Else where whole tiles take this much longer, which is what pieces and their merging take, in blocks of keys. 1, 3,
-# 5 sequences of 64 queries, 8 heads and 8k keys take 24 us for 78, 47 for 83, 72 for 87, and 9, 12 of these 122 for
-# 192, 154 for 185; 7 of these would take 100 for 95, 4 of 2k keys 25 for 24 (`key_shares` in hopper-runs-h200.json).
+# 5 sequences of 64 queries, 8 heads and 8k keys take 23 us for 78, 46 for 81, 70 for 85, and 9, 12 of these 120 for
+# 182, 153 for 178; 7 of these would take 97 for 91, 4 of 2k keys 25 for 24 (`key_shares` in hopper-runs-h200.json).
 PIECES_COST = 5.5
 BLOCK = 64 << 10  # bytes of K and V
 # So much longer a block takes where all programs have one; and half of them could read as fast as all of them do.
