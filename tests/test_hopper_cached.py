@@ -181,6 +181,7 @@ def test_every_block_of_keys_is_in_one_share_and_every_tile_knows_its_pieces(sha
     assert len(found) == batch * M_BLOCKS
     slots = [slot for pieces in found.values() for *_, slot in pieces if slot >= 0]
     assert len(set(slots)) == len(slots)
+    assert (shared[:, 4] >= 1).all()
     told = {(b, query // 128): (head, slot, count) for b, head, query, slot, count in shared.tolist() if count > 1}
     assert told.keys() == {tile for tile, pieces in found.items() if len(pieces) > 1}
     for (sequence, m_block), pieces in found.items():
@@ -188,9 +189,9 @@ def test_every_block_of_keys_is_in_one_share_and_every_tile_knows_its_pieces(sha
         assert [first for first, *_ in pieces] == [0] + [end for _, end, _ in pieces[:-1]]
         assert pieces[-1][1] == max(-(-seen // TILE_N), 1)
         if len(pieces) > 1:
-            head, slot, count = told[sequence, m_block]
+            head, first_slot, count = told[sequence, m_block]
             assert (head, count) == (0, len(pieces))
-            assert [slot for *_, slot in pieces] == [slot + 1] + [slot + 2 * i for i in range(1, count)]
+            assert [slot for *_, slot in pieces] == [first_slot + 1] + [first_slot + 2 * i for i in range(1, count)]
 
 
 @pytest.mark.parametrize("longest", [2900, 4096])
