@@ -182,7 +182,7 @@ def test_every_block_of_keys_is_in_one_share_and_every_tile_knows_its_pieces(sha
     slots = [slot for pieces in found.values() for *_, slot in pieces if slot >= 0]
     assert len(set(slots)) == len(slots)
     assert (shared[:, 4] >= 1).all()
-    told = {(b, query // 128): (head, slot, count) for b, head, query, slot, count in shared.tolist() if count > 1}
+    told = {(b, query / 128): (head, slot, count) for b, head, query, slot, count in shared.tolist() if count > 1}
     assert told.keys() == {tile for tile, pieces in found.items() if len(pieces) > 1}
     for (sequence, m_block), pieces in found.items():
         seen = int(ends[sequence]) if right < 0 else int(ends[sequence]) - SEQLEN_Q + min(128 * (m_block + 1), SEQLEN_Q)
@@ -398,9 +398,9 @@ CHOICES = {  # batch, queries, keys, heads, lengths on the device, head dim: whe
 }  # fmt: skip
 
 
-def is_taken(batch, seqlen_q, capacity, heads, lengths, dim, monkeypatch, num_splits=0, sinks=None):
+def is_taken(batch, seqlen_q, capacity, heads, lengths, dim, monkeypatch, num_splits=0, sinks=None, left=-1):
     monkeypatch.setattr(choice, "programs_on", lambda _: 132)
-    case = spec((seqlen_q, capacity), heads, (dim, dim), BF16, batch=batch, right=0)
+    case = spec((seqlen_q, capacity), heads, (dim, dim), BF16, batch=batch, left=left, right=0)
     call = cached_call(case, BF16, page_size=256)
     given = call.given._replace(sinks=sinks)
     call = call._replace(given=given if lengths else given._replace(cache_seqlens=None))
@@ -411,6 +411,14 @@ def is_taken(batch, seqlen_q, capacity, heads, lengths, dim, monkeypatch, num_sp
 def test_tiles_that_are_few_or_split_nowhere_are_left_to_flash_decoding(name, monkeypatch):
     call, taken = CHOICES[name]
     assert is_taken(*call, monkeypatch) == taken
+
+
+@pytest.mark.parametrize(("batch", "seqlen_q"), [(8, 16), (5, 64)])
+def test_few_long_tiles_that_nobody_shares_are_left_to_who_splits_them(batch, seqlen_q, monkeypatch):
+    """Pieces have no edge on the left: all would wait for the tiles of one sequence."""
+    call = batch, seqlen_q, 65536, GQA, OF_EACH, 128
+    assert is_taken(*call, monkeypatch)
+    assert not is_taken(*call, monkeypatch, left=32768)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])

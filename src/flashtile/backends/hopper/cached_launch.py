@@ -101,8 +101,8 @@ CACHED = CachedForward()
 
 
 def attend_like(call: CachedCall, num_splits: int, wants_lse: bool) -> Attend:
-    """attend(given) for arguments like those of this call, by Algorithm 1 of FlashAttention-3, or in
-    shares of keys. Sinks come in behind it, by PyTorch."""
+    """attend(given) for arguments like those of this call, by Algorithm 1 of FlashAttention-3, of all keys or in shares
+    of them. Sinks come in behind it, by PyTorch."""
     of, given, cache, seqlen_new = call.spec, call.given, call.cache, call.seqlen_new
     out_like, lse_like = results_of(of, given.q.device)
     turned_like = torch.empty_like(given.q, memory_format=torch.contiguous_format) if call.rotary_dims else None

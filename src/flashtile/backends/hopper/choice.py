@@ -91,10 +91,13 @@ def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False) ->
     41, where lengths fall off 41 for 42, but of one head 128 of 16k 20 for 18, 60 for 65, 137 for 137, of 4k 46 for 45.
     64 rows and up to 1k keys: 2, 3, 4, 8 sequences 11.7 us for 11.4, 11.8 for 13.3, 12.0 for 13.9, 13.3 for 21, where
     one is eight times as long as the others 4 and 8 take 11.6 for 10.4 and 12.1 for 13.5; up to 2k 8 take 22 for 32, or
-    18.9 for 15.9. 256 rows: 2 of 512 keys 9.5 for 14.0, 4 of 2k 24 for 48, where one is long 24 for 25.
+    18.9 for 15.9. 256 rows: 2 of 512 keys 9.5 for 14.0, 4 of 2k 24 for 48, where one is long 24 for 25. Longer tiles
+    that nobody shares, those of a window, keep the limits of before there were shares: they have not been timed since.
     """
     if is_narrow(of):
         return 0.4 if not waits else 1.2 if has_narrow_tiles(of) else 0.8
+    if bytes_of_keys(of) > LONG and not shared:
+        return 0.7 if waits else 0.3
     return 0.45 if waits and not shared and _rows(of) <= TILE else 0.2
 
 
