@@ -366,7 +366,7 @@ def test_hopper_merges_compile_and_leave_place_for_others(dim, batch):
     case = spec((16, 8192), (32, 8), (dim, dim), BF16, batch=batch, right=0)
     *_, out, lse = of_a_call(case)
     schedule = cached_schedule.schedule_of(case, False, 132, torch.device("meta"))
-    merge = cached_launch.merge_call(case, {"out": out, "lse": lse} | schedule.moving, schedule.shared)
+    merge = cached_launch.merge_call(case, {"out": out, "lse": lse} | schedule.moving, schedule.tiles, schedule.shared)
     usage, _ = compile_call(merge, "sm_90")
     assert usage.stack <= 8, usage
     assert usage.registers <= 128, usage

@@ -226,7 +226,7 @@ def computed(problem: Problem, programs: int, monkeypatch) -> tuple[Tensor, Tens
     call = cached_launch.forward_call(of, moving, {}, schedule)
     gluon_on_cpu.run_call("forward", call)
     if schedule.shared is not None:
-        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(case, moving, schedule.shared))
+        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(case, moving, schedule.tiles, schedule.shared))
     return out, lse, schedule
 
 

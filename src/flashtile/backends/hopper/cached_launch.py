@@ -50,10 +50,10 @@ class CachedForward(Launcher):
         runs = [] if append is None else [prepared(device, append_call(append, moving))]
         schedule = schedule_of(cached.attention, alike, programs_on(device), device)
         moving |= schedule.moving
-        with compiling.for_hopper(EARLY, forward=True) as options:
+        with compiling.for_hopper(OPTIONS if schedule.spread else EARLY, forward=True) as options:
             runs.append(prepared(device, forward_call(cached, moving, options, schedule)))
         if schedule.shared is not None:
-            runs.append(prepared(device, merge_call(cached.attention, moving, schedule.shared)))
+            runs.append(prepared(device, merge_call(cached.attention, moving, schedule.tiles, schedule.shared)))
         scratch = schedule.scratch
         kept = [] if scratch else [schedule.table]
         empty_out(*scratch)
@@ -68,8 +68,7 @@ class CachedForward(Launcher):
 
 def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, Any], schedule: Schedule) -> KernelCall:
     """`forward_kernel`, from queries and the cache to out and lse, or to pieces of them."""
-    of, places, table = spec.attention, places_of(spec.page_size), schedule.table
-    tiles = config.choose(of)
+    of, places, tiles, table = spec.attention, places_of(spec.page_size), schedule.tiles, schedule.table
     described = queries_of(moving), "k_cache", "v_cache", "out"
     names = *described, "lse", "pieces", "shared", "cache_seqlens", "cache_leftpad", places, "end", "schedule"
     from_place = rows_apart(moving[places]), spec.seqlen_new, spec.page_size
@@ -81,9 +80,8 @@ def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, An
     return call_of(forward_kernel, len(table), moving, names, numbers, options)
 
 
-def merge_call(of: AttentionSpec, moving: dict[str, Any], shared: SharedKeys) -> KernelCall:
+def merge_call(of: AttentionSpec, moving: dict[str, Any], tiles: config.Tiles, shared: SharedKeys) -> KernelCall:
     """`merge_kernel`, from pieces to out and lse."""
-    tiles = config.choose(of)
     programs, numbers = merge_scalars(of, tiles, len(shared.tiles), shared.n_pieces, in_shares=True)
     return call_of(merge_kernel, programs, moving, ("pieces", "out", "lse", "shared"), numbers, EARLY)
 

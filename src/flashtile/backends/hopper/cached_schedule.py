@@ -5,6 +5,9 @@ share as it begins, by `share_out` in forward_schedule.py. Else the host deals o
 of their lengths, the longest first, to and fro: then every program has as many, and as much to do, whether sequences
 are alike or each is a little shorter than the one before. Which sequence has which place in that order programs find
 out as they begin: `longest_first` there.
+
+Programs that are fewer than multiprocessors read as fast as all where they lie evenly on these, as they do on a GPU
+that has nothing else to run. Those that start while the kernel before ends lie where its programs ended.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ from .schedule import Tile
 # for 80; but 16 of up to 2k keys 30 for 25.
 LONG_TILE = 2 << 20
 MOST_TILES = 4  # for each program, that are shared
+# Tiles of few rows, for each multiprocessor, that are programs, too: 9, 12, 14 sequences of 16 queries, 8 heads and 8k
+# keys take 77 us for 83, 100 for 106, 115 for 122 by programs on all, 15 of these 123 for 121, 8 71 for 73; where
+# lengths fall off 51 for 48, 63 for 61, 69 for 69 (`bytes_in_flight`). Half as long they may be if all are alike.
+FEWEST_SPREAD, MOST_SPREAD = 0.5, 0.9
 # Else where whole tiles take this much longer, which is what pieces and their merging take, in blocks of keys. 1, 3,
 # 5 sequences of 64 queries, 8 heads and 8k keys take 23 us for 78, 46 for 81, 70 for 85, and 9, 12 of these 120 for
 # 182, 153 for 178; 7 of these would take 97 for 91, 4 of 2k keys 25 for 24 (`key_shares` in hopper-runs-h200.json).
@@ -48,6 +55,8 @@ class SharedKeys(NamedTuple):
 class Schedule(NamedTuple):
     """What each program does."""
 
+    tiles: config.Tiles
+    spread: bool  # programs, fewer than multiprocessors, start when these have nothing else to run
     table: Tensor  # (programs, rounds): `entries`, or place for them, which programs write
     dealt: Tensor | None = None  # what `longest_first` makes them of
     shared: SharedKeys | None = None
@@ -68,16 +77,18 @@ class Schedule(NamedTuple):
 
 def schedule_of(spec: AttentionSpec, alike: bool, programs: int, device: torch.device) -> Schedule:
     """alike: all sequences have as many keys."""
-    shared = keys_shared(spec, alike, programs, device)
-    if shared is not None:
-        return shared
-    tiles = config.choose(spec)
+    shared, spread = are_shared(spec, alike, programs), are_spread(spec, alike, programs)
+    tiles = config.choose_cached(spec, shared and not spread)
+    if shared:
+        shares = spec.batch if spread else programs // lines_of(spec)
+        table, shared_keys = keys_shared(spec, tiles, shares, device)
+        return Schedule(tiles, spread, table, shared=shared_keys)
     in_order = not alike and 1 < spec.batch <= MOST_SEQUENCES.value
     lists = (dealt if in_order else whole_tiles)(spec, tiles, programs)
     table = entries(Shares(lists, [[] for _ in lists])).to(device)
     if in_order and max(map(len, lists)) > 1:  # where no program has two tiles any order will do
-        return Schedule(torch.empty_like(table), table)
-    return Schedule(table)
+        return Schedule(tiles, spread, torch.empty_like(table), table)
+    return Schedule(tiles, spread, table)
 
 
 def dealt(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> list[list[Tile]]:
@@ -97,18 +108,17 @@ def dealt(spec: AttentionSpec, tiles: config.Tiles, programs: int) -> list[list[
     return lists
 
 
-def keys_shared(spec: AttentionSpec, alike: bool, programs: int, device: torch.device) -> Schedule | None:
-    """None where tiles are computed whole."""
-    if not are_shared(spec, alike, programs):
-        return None
-    tiles, lines = config.choose(spec), lines_of(spec)
-    shares = programs // lines
+def keys_shared(
+    spec: AttentionSpec, tiles: config.Tiles, shares: int, device: torch.device
+) -> tuple[Tensor, SharedKeys]:
+    """Place for a schedule by which so many programs share each line, and what they need beside it."""
+    lines = lines_of(spec)
     table = torch.empty((shares * lines, 2 * (spec.batch + 2)), dtype=torch.int64, device=device)
     pieces = torch.empty(2 * len(table) * tiles.rows * (tiles.head_dim_v + 2), dtype=torch.float32, device=device)
     in_pieces = torch.empty((min(spec.batch, shares) * lines, 5), dtype=torch.int32, device=device)
     cost = round(PIECES_COST * BLOCK * spec.seqlen_k / (bytes_of_keys(spec) * tiles.tile_n))
     n_pieces = shares if spec.batch == 1 else shares // spec.batch + 1
-    return Schedule(table, shared=SharedKeys(pieces, in_pieces, n_pieces, m_blocks_of(spec), cost))
+    return table, SharedKeys(pieces, in_pieces, n_pieces, m_blocks_of(spec), cost)
 
 
 def are_shared(spec: AttentionSpec, alike: bool, programs: int) -> bool:
@@ -123,6 +133,14 @@ def are_shared(spec: AttentionSpec, alike: bool, programs: int) -> bool:
     rounds = -(-n_tiles // programs)
     shared = ALL_BUSY * max(n_tiles, READ_BY_HALF * spec.batch * spec.heads_k) / programs
     return bytes_of_keys(spec) / BLOCK * (rounds - shared) > PIECES_COST
+
+
+def are_spread(spec: AttentionSpec, alike: bool, programs: int) -> bool:
+    """Whether programs are as many as tiles, which then stay whole if they are alike, though fewer than could run."""
+    n_tiles = spec.batch * lines_of(spec)
+    as_many = FEWEST_SPREAD * programs < n_tiles < MOST_SPREAD * programs
+    long = bytes_of_keys(spec) >= (LONG_TILE // 2 if alike else LONG_TILE) and spec.window_left < 0
+    return as_many and long and config.has_few_rows(spec) and not (alike and are_shared(spec, alike, programs))
 
 
 def lines_of(spec: AttentionSpec) -> int:

@@ -116,6 +116,18 @@ reads as much of Q as of K: with half of Q in registers S = 8k 0, hot 0 and +1 %
 tile that ends before the next begins: 12 instructions of a step fewer, S = 512 +3 and +2 %, 8k +1 and 0 %, hot +1 %.
 Tails: S = 4097 full +1 %, hot +2.5 %, other lengths -0.7 to 0 %."""
 
+# Up to 64 rows, which one warpgroup has, over a cache: reading keys takes longer than computing, and a multiprocessor
+# that asks for more at once than it needs takes it from others (`bytes_in_flight` in hopper-runs-h200.json).
+D64_FEW_ROWS = replace(D64_SHORT, stages=3)
+"""96 KiB of K and V in flight, not 128: 64 sequences of 16 queries, 8 heads and 8k keys 259 -> 255 us, 14 of up to 16k
+71 -> 69; 64 KiB: 256, 69.5."""
+D128_FEW_ROWS = replace(D128, tile_n=64, stages=3)
+"""96 KiB, not 128: 64 sequences of 16 queries and up to 1k keys 48 -> 45 us, 32 of up to 2k 42 -> 41, of one length 0
+to -0.5 %, 4 of 1k +2 %; 64 KiB: 45.5, 40.5, but 16 of up to 2k 25 -> 27."""
+D128_SHARED = replace(D128_FEW_ROWS, stages=2)
+"""64 KiB, where all multiprocessors read equal shares: 64 sequences of 16 queries and 8k keys 497 -> 489 us, 16 of up
+to 8k 77.7 -> 76.4, one of 8k 18.1 -> 17.5; 96 KiB: 492, 76.8, 17.4; 48 KiB, in blocks of 32 keys, 519, 79, 17.6."""
+
 
 @dataclass(frozen=True)
 class BackwardTiles:
@@ -312,3 +324,17 @@ def choose(spec: AttentionSpec) -> Tiles:
             return D128
         return D96_DV128 if spec.head_dim_v > 96 else D96
     return D64_SHORT if spec.seqlen_q <= 1024 else D64
+
+
+def choose_cached(spec: AttentionSpec, shared: bool) -> Tiles:
+    """Those for a call over a cache; shared: all multiprocessors have equal shares of its keys."""
+    tiles = choose(spec)
+    if has_few_rows(spec) and tiles in (D64_SHORT, D128):
+        return D64_FEW_ROWS if tiles == D64_SHORT else D128_SHARED if shared else D128_FEW_ROWS
+    return tiles
+
+
+def has_few_rows(spec: AttentionSpec) -> bool:
+    """Whether a tile's rows are no more than one warpgroup has."""
+    tiles = choose(spec)
+    return spec.seqlen_q * heads_per_tile(spec, tiles) <= tiles.tile_m
