@@ -341,16 +341,19 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
 
 
 @pytest.mark.parametrize(
-    ("dims", "seqlen", "page_size"),
+    ("dims", "seqlen", "page_size", "batch"),
     [
-        ((128, 128), 1024, 0), ((128, 128), 1024, 256), ((128, 128), 1024, 16), ((64, 64), 1024, 16),
-        ((64, 64), 4096, 16), ((96, 96), 1024, 16), ((192, 128), 1024, 16), ((192, 192), 1024, 16),
-        ((256, 256), 1024, 16), ((128, 128), 64, 0), ((128, 128), 16, 16), ((256, 256), 64, 0),
+        ((128, 128), 1024, 0, 1), ((128, 128), 1024, 256, 1), ((128, 128), 1024, 16, 1), ((64, 64), 1024, 16, 1),
+        ((64, 64), 4096, 16, 1), ((96, 96), 1024, 16, 1), ((192, 128), 1024, 16, 1), ((192, 192), 1024, 16, 1),
+        ((256, 256), 1024, 16, 1), ((128, 128), 64, 0, 1), ((128, 128), 16, 16, 1), ((256, 256), 64, 0, 1),
+        ((128, 128), 16, 0, 12), ((128, 128), 16, 16, 12), ((128, 128), 16, 0, 200), ((64, 64), 16, 0, 12),
     ],
 )  # fmt: skip
-def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_products(page_size, dims, seqlen):
-    """Up to 64 queries share keys."""
-    case = spec((seqlen, 8192), (32, 8), dims, BF16, right=0)
+def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_products(
+    page_size, dims, seqlen, batch
+):
+    """Keys of up to 64 queries are shared, of 12 sequences by as many programs as tiles, but those of 200 by none."""
+    case = spec((seqlen, 8192), (32, 8), dims, BF16, batch=batch, right=0)
     usage, compiled = compile_hopper_cached(case, page_size)
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage

@@ -33,6 +33,8 @@ CASES = {
     "window": spec((150, CAPACITY), (2, 1), (64, 64), BF16, left=200, right=30),
     "softcap": spec((130, CAPACITY), (2, 1), (64, 64), HALF, softcap=4.0),
     "packed": spec((20, CAPACITY), (8, 2), (64, 64), BF16, right=0),
+    "few rows": spec((15, CAPACITY), (8, 2), (128, 128), BF16, right=0),
+    "few rows, D 64": spec((15, CAPACITY), (8, 2), (64, 64), BF16),
     "D 96, Dv 80": spec((130, CAPACITY), (1, 1), (96, 80), BF16, right=0),
     "D 192, Dv 128": spec((130, CAPACITY), (1, 1), (192, 128), BF16, right=0),
     "D 192": spec((130, CAPACITY), (1, 1), (192, 192), BF16, right=0),
@@ -263,6 +265,51 @@ def test_queries_see_as_much_where_programs_share_keys(name, layout, lengths, pr
     assert problem.wrong(out, lse) == []
 
 
+TILES = {  # batch, queries, keys, lengths on the device, head dim, left edge: tiles, whether spread, programs
+    "64 rows, shared": ((16, 16, 8192, True, 128, -1), (config.D128_SHARED, False, 128)),
+    "64 rows, few, shared": ((8, 16, 8192, True, 128, -1), (config.D128_SHARED, False, 128)),
+    "64 rows, spread": ((12, 16, 8192, True, 128, -1), (config.D128_FEW_ROWS, True, 96)),
+    "64 rows, one length, spread": ((12, 16, 4096, False, 128, -1), (config.D128_FEW_ROWS, True, 96)),
+    "64 rows, one length": ((16, 16, 8192, False, 128, -1), (config.D128_FEW_ROWS, False, 128)),
+    "64 rows, fewer keys": ((12, 16, 2048, True, 128, -1), (config.D128_FEW_ROWS, False, 96)),
+    "64 rows, a window": ((12, 16, 8192, True, 128, 5000), (config.D128_FEW_ROWS, False, 96)),
+    "68 rows": ((12, 17, 8192, True, 128, -1), (config.D128, False, 128)),
+    "64 rows, D 64, shared": ((16, 16, 16384, True, 64, -1), (config.D64_FEW_ROWS, False, 128)),
+    "64 rows, D 256, spread": ((12, 16, 4096, True, 256, -1), (config.D256, True, 96)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_of_few_rows_ask_for_fewer_keys_at_a_time_and_have_a_program_each_where_those_fill_most_of_a_gpu(name):
+    (batch, seqlen_q, seqlen_k, lengths, dim, left), wanted = TILES[name]
+    case = spec((seqlen_q, seqlen_k), (32, 8), (dim, dim), BF16, batch=batch, left=left, right=0)
+    schedule = cached_schedule.schedule_of(case, not lengths, 132, torch.device("meta"))
+    assert (schedule.tiles, schedule.spread, len(schedule.table)) == wanted
+
+
+@pytest.fixture
+def spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are as many as tiles, however few keys these have."""
+    monkeypatch.setattr(cached_schedule, "LONG_TILE", 0)
+    monkeypatch.setattr(cached_launch, "CACHED", cached_launch.CachedForward())
+    monkeypatch.setattr(cached, "PREPARED", {})
+
+
+SPREAD = [("few rows", layout, lengths) for layout in LAYOUTS for lengths in ("of each", "of each, a block's end")]
+SPREAD += [("few rows, D 64", "in one piece", lengths) for lengths in ("of each", "alike", "full")]
+
+
+@pytest.mark.usefixtures("spread")
+@pytest.mark.parametrize(("name", "layout", "lengths"), SPREAD, ids=map("-".join, SPREAD))
+def test_queries_see_as_much_where_programs_are_as_many_as_tiles(name, layout, lengths, monkeypatch):
+    problem = Problem(name, layout, lengths)
+    n_tiles = problem.case.batch * heads_of(problem.case)
+    out, lse, schedule = computed(problem, n_tiles + 2, monkeypatch)
+    assert schedule.spread
+    assert len(schedule.table) == n_tiles
+    assert problem.wrong(out, lse) == []
+
+
 ON_A_GPU = [pair for pair in PAIRS if pair[0] == "D 128" or pair[1] in ("left-padded", "pages of 16")]
 ON_A_GPU += [("D 128", layout, "many") for layout in ("left-padded", "pages of 16")]
 
@@ -291,6 +338,19 @@ def test_on_a_gpu_too_queries_see_their_sequence_and_nothing_past_its_end(name, 
 def test_on_a_gpu_too_queries_see_as_much_where_programs_share_keys(name, layout, lengths):
     """Twice: the second time nothing is looked up again, and pieces of the first lie where those of the second will."""
     problem = Problem(name, layout, lengths)
+    for _ in range(2):
+        assert problem.wrong(*computed_on_a_gpu(problem)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.usefixtures("spread")
+@pytest.mark.parametrize(("name", "layout", "lengths"), SPREAD, ids=map("-".join, SPREAD))
+def test_on_a_gpu_too_queries_see_as_much_where_programs_are_as_many_as_tiles(name, layout, lengths, monkeypatch):
+    """Twice: the second time nothing is looked up again, and kernels of the first may still run."""
+    problem = Problem(name, layout, lengths)
+    n_tiles = problem.case.batch * heads_of(problem.case)
+    monkeypatch.setattr(cached_launch, "programs_on", lambda _: n_tiles + 2)
     for _ in range(2):
         assert problem.wrong(*computed_on_a_gpu(problem)) == []
 
@@ -380,7 +440,9 @@ CHOICES = {  # batch, queries, keys, heads, lengths on the device, head dim: whe
     "64 rows, more sequences than have shares": ((129, 16, 8192, (8, 2), OF_EACH, 128), True),
     "32 rows": ((24, 8, 2048, GQA, OF_EACH, 128), True),
     "32 rows, few tiles": ((16, 8, 2048, GQA, OF_EACH, 128), False),
-    "32 rows, few long tiles": ((16, 8, 8192, GQA, OF_EACH, 128), False),
+    "32 rows, few long tiles": ((10, 8, 8192, GQA, OF_EACH, 128), False),
+    "32 rows, long tiles for most programs": ((12, 8, 8192, GQA, OF_EACH, 128), True),
+    "32 rows of one key head": ((112, 1, 8192, MQA, OF_EACH, 128), True),
     "32 rows, a round of long tiles": ((24, 8, 8192, GQA, OF_EACH, 128), True),
     "32 rows, few tiles, one length": ((12, 8, 2048, GQA, ONE_LENGTH, 128), True),
     "32 rows, few tiles of few keys": ((8, 8, 1024, GQA, OF_EACH, 128), True),

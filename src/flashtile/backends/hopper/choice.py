@@ -7,7 +7,7 @@ import torch
 
 from ...cache import MANY_KEYS, CachedCall
 from ...spec import AttentionSpec
-from .cached_schedule import are_shared, are_spread, bytes_of_keys, lines_of
+from .cached_schedule import are_shared, bytes_of_keys, lines_of
 from .launch import programs_on
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
@@ -63,7 +63,7 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
     if shared and are_worth_sharing(of, programs):
         return None
     waits = not alike and size > SOON_READ
-    return _has_few_tiles(of, size, least_tiles(of, waits, shared, are_spread(of, alike, programs)), programs)
+    return _has_few_tiles(of, size, least_tiles(of, waits, shared), programs)
 
 
 def are_worth_sharing(of: AttentionSpec, programs: int) -> bool:
@@ -80,9 +80,9 @@ def _has_few_tiles(of: AttentionSpec, size: int, least: float, programs: int) ->
     return None
 
 
-def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False, spread: bool = False) -> float:
+def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False) -> float:
     """Tiles for each multiprocessor from which on it is faster; waits: all may wait for the tiles of one sequence;
-    shared: programs share keys; spread: they are as many as tiles.
+    shared: programs share keys.
 
     Whole tiles of 8 heads and 8k keys, 32 rows: 6, 7 sequences take 62 us for 58, 62 for 65. Of lengths from there down
     to a 64th 12 take 68 for 62, and where all are as long 100 for 102, 112 of one head 74 for 71, and 112 for 122, 24
@@ -91,13 +91,13 @@ def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False, sp
     41, where lengths fall off 41 for 42, but of one head 128 of 16k 20 for 18, 60 for 65, 137 for 137, of 4k 46 for 45.
     64 rows and up to 1k keys: 2, 3, 4, 8 sequences 11.7 us for 11.4, 11.8 for 13.3, 12.0 for 13.9, 13.3 for 21, where
     one is eight times as long as the others 4 and 8 take 11.6 for 10.4 and 12.1 for 13.5; up to 2k 8 take 22 for 32, or
-    18.9 for 15.9. 256 rows: 2 of 512 keys 9.5 for 14.0, 4 of 2k 24 for 48, where one is long 24 for 25. Spread programs
-    of 32 rows: 80, 96, 112 sequences of one head and 8k keys 84 us for 88, 99 for 105, 113 for 120, where lengths fall
-    off 55 for 52, 62 for 60, 70 for 69. Longer tiles that nobody shares, those of a window, keep the limits of before
-    there were shares: they have not been timed since.
+    18.9 for 15.9. 256 rows: 2 of 512 keys 9.5 for 14.0, 4 of 2k 24 for 48, where one is long 24 for 25. 32 rows, by as
+    many programs as tiles: 80, 96, 112 sequences of one head and 8k keys 84 us for 88, 99 for 105, 113 for 120, where
+    lengths fall off 55 for 52, 62 for 60, 70 for 69; 16 of 8 heads 126 for 130. Longer tiles that nobody shares, those
+    of a window, keep the limits of before there were shares: they have not been timed since.
     """
     if is_narrow(of):
-        return 0.4 if not waits else 0.67 if spread else 1.2 if has_narrow_tiles(of) else 0.8
+        return 0.4 if not waits else 0.67 if shared else 1.2 if has_narrow_tiles(of) else 0.8
     if bytes_of_keys(of) > LONG and not shared:
         return 0.7 if waits else 0.3
     return 0.45 if waits and not shared and _rows(of) <= TILE else 0.2
