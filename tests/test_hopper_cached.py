@@ -443,6 +443,8 @@ CHOICES = {  # batch, queries, keys, heads, lengths on the device, head dim: whe
     "32 rows, few long tiles": ((10, 8, 8192, GQA, OF_EACH, 128), False),
     "32 rows, long tiles for most programs": ((12, 8, 8192, GQA, OF_EACH, 128), True),
     "32 rows of one key head": ((112, 1, 8192, MQA, OF_EACH, 128), True),
+    "32 rows, a tile for most programs": ((112, 1, 4096, MQA, OF_EACH, 128), True),
+    "32 rows, a tile for each program": ((128, 1, 4096, MQA, OF_EACH, 128), False),
     "32 rows, a round of long tiles": ((24, 8, 8192, GQA, OF_EACH, 128), True),
     "32 rows, few tiles, one length": ((12, 8, 2048, GQA, ONE_LENGTH, 128), True),
     "32 rows, few tiles of few keys": ((8, 8, 1024, GQA, OF_EACH, 128), True),

@@ -7,7 +7,7 @@ import torch
 
 from ...cache import MANY_KEYS, CachedCall
 from ...spec import AttentionSpec
-from .cached_schedule import are_shared, bytes_of_keys, lines_of
+from .cached_schedule import LONG_TILE, are_shared, are_spread, bytes_of_keys, lines_of
 from .launch import programs_on
 
 # Fewer floating-point operations make few tiles; the portable kernel's are smaller and fill more of the GPU.
@@ -63,7 +63,7 @@ def passes_on_cached(call: CachedCall, num_splits: int) -> str | None:
     if shared and are_worth_sharing(of, programs):
         return None
     waits = not alike and size > SOON_READ
-    return _has_few_tiles(of, size, least_tiles(of, waits, shared), programs)
+    return _has_few_tiles(of, size, least_tiles(of, waits, shared, are_spread(of, alike, programs)), programs)
 
 
 def are_worth_sharing(of: AttentionSpec, programs: int) -> bool:
@@ -80,9 +80,9 @@ def _has_few_tiles(of: AttentionSpec, size: int, least: float, programs: int) ->
     return None
 
 
-def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False) -> float:
+def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False, spread: bool = False) -> float:
     """Tiles for each multiprocessor from which on it is faster; waits: all may wait for the tiles of one sequence;
-    shared: programs share keys.
+    shared: programs share keys; spread: they are as many as tiles.
 
     Whole tiles of 8 heads and 8k keys, 32 rows: 6, 7 sequences take 62 us for 58, 62 for 65. Of lengths from there down
     to a 64th 12 take 68 for 62, and where all are as long 100 for 102, 112 of one head 74 for 71, and 112 for 122, 24
@@ -97,7 +97,11 @@ def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False) ->
     of a window, keep the limits of before there were shares: they have not been timed since.
     """
     if is_narrow(of):
-        return 0.4 if not waits else 0.67 if shared else 1.2 if has_narrow_tiles(of) else 0.8
+        if not waits:
+            return 0.4
+        if spread or (shared and bytes_of_keys(of) > LONG_TILE):
+            return 0.67
+        return 1.2 if has_narrow_tiles(of) else 0.8
     if bytes_of_keys(of) > LONG and not shared:
         return 0.7 if waits else 0.3
     return 0.45 if waits and not shared and _rows(of) <= TILE else 0.2
