@@ -29,10 +29,6 @@ from .schedule import Tile
 # for 80; but 16 of up to 2k keys 30 for 25.
 LONG_TILE = 2 << 20
 MOST_TILES = 4  # for each program, that are shared
-# Tiles of few rows, for each multiprocessor, that are programs, too: 9, 12, 14 sequences of 16 queries, 8 heads and 8k
-# keys take 77 us for 83, 100 for 106, 115 for 122 by programs on all, 15 of these 123 for 121, 8 71 for 73; where
-# lengths fall off 51 for 48, 63 for 61, 69 for 69 (`bytes_in_flight`). Half as long they may be if all are alike.
-FEWEST_SPREAD, MOST_SPREAD = 0.5, 0.9
 # Else where whole tiles take this much longer, which is what pieces and their merging take, in blocks of keys. 1, 3,
 # 5 sequences of 64 queries, 8 heads and 8k keys take 23 us for 78, 46 for 81, 70 for 85, and 9, 12 of these 120 for
 # 182, 153 for 178; 7 of these would take 97 for 91, 4 of 2k keys 25 for 24 (`key_shares` in hopper-runs-h200.json).
@@ -40,6 +36,11 @@ PIECES_COST = 5.5
 BLOCK = 64 << 10  # bytes of K and V
 # So much longer a block takes where all programs have one; and half of them could read as fast as all of them do.
 ALL_BUSY, READ_BY_HALF = 1.3, 2
+# Tiles of few rows, for each multiprocessor, that are programs, too: 9, 12, 14 sequences of 16 queries, 8 heads and 8k
+# keys take 77 us for 83, 100 for 104, 115 for 122 by programs on all, 15 of these 123 for 121, 8 71 for 73; of lengths
+# down to a 64th 51 for 48, 63 for 61, 69 for 69. If all are alike they may be half as long: 12 of 2k keys take 30 us
+# for 32 (`bytes_in_flight` in hopper-runs-h200.json).
+FEWEST_SPREAD, MOST_SPREAD = 0.5, 0.9
 
 
 class SharedKeys(NamedTuple):

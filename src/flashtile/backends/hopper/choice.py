@@ -92,9 +92,10 @@ def least_tiles(of: AttentionSpec, waits: bool = False, shared: bool = False, sp
     64 rows and up to 1k keys: 2, 3, 4, 8 sequences 11.7 us for 11.4, 11.8 for 13.3, 12.0 for 13.9, 13.3 for 21, where
     one is eight times as long as the others 4 and 8 take 11.6 for 10.4 and 12.1 for 13.5; up to 2k 8 take 22 for 32, or
     18.9 for 15.9. 256 rows: 2 of 512 keys 9.5 for 14.0, 4 of 2k 24 for 48, where one is long 24 for 25. 32 rows, by as
-    many programs as tiles: 80, 96, 112 sequences of one head and 8k keys 84 us for 88, 99 for 105, 113 for 120, where
-    lengths fall off 55 for 52, 62 for 60, 70 for 69; 16 of 8 heads 126 for 130. Longer tiles that nobody shares, those
-    of a window, keep the limits of before there were shares: they have not been timed since.
+    many programs as tiles: 80, 96, 112 sequences of one head and 8k keys 84 us for 88, 99 for 105, 113 for 120, of
+    lengths down to a 64th 55 for 52, 62 for 60, 70 for 69; by all 16 of 8 heads 127 for 131.
+    Longer tiles that nobody shares, those of a window, keep the limits of before there were shares: they have not been
+    timed since.
     """
     if is_narrow(of):
         if not waits:

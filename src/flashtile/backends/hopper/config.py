@@ -123,10 +123,10 @@ D64_FEW_ROWS = replace(D64_SHORT, stages=3)
 71 -> 69; 64 KiB: 256, 69.5."""
 D128_FEW_ROWS = replace(D128, tile_n=64, stages=3)
 """96 KiB, not 128: 64 sequences of 16 queries and up to 1k keys 48 -> 45 us, 32 of up to 2k 42 -> 41, of one length 0
-to -0.5 %, 4 of 1k +2 %; 64 KiB: 45.5, 40.5, but 16 of up to 2k 25 -> 27."""
+to -2 %, 4 of 1k +2 %; 64 KiB: 45.5, 40.5, but 16 of up to 2k 25 -> 27."""
 D128_SHARED = replace(D128_FEW_ROWS, stages=2)
-"""64 KiB, where all multiprocessors read equal shares: 64 sequences of 16 queries and 8k keys 497 -> 489 us, 16 of up
-to 8k 77.7 -> 76.4, one of 8k 18.1 -> 17.5; 96 KiB: 492, 76.8, 17.4; 48 KiB, in blocks of 32 keys, 519, 79, 17.6."""
+"""64 KiB, where all multiprocessors read equal shares: 64 sequences of 16 queries and 8k keys 494 -> 487 us, 16 of up
+to 8k 77.7 -> 76.2, one of 8k 18.1 -> 17.4; 96 KiB: 491, 76.9, 17.3; 48 KiB, in blocks of 32 keys, +4.5, +2, -4 %."""
 
 
 @dataclass(frozen=True)
