@@ -375,8 +375,10 @@ def test_few_queries_without_a_cache_share_keys(name):
 def test_a_plan_has_the_programs_that_share_keys(monkeypatch):
     monkeypatch.setattr(hopper, "programs_on", lambda _: 132)
     case = spec((64, 8192), (32, 8), (128, 128), BF16, batch=1, right=0)  # two tiles for each of 8 heads
-    plans = [hopper.plan(x, torch.device("cuda")) for x in (case, replace(case, window_left=100))]
-    assert [plan.grid for plan in plans] == [128, 16]
+    cases = case, replace(case, window_left=100), replace(case, seqlen_q=16)
+    plans = [hopper.plan(x, torch.device("cuda")) for x in cases]
+    assert [plan.grid for plan in plans] == [128, 16, 128]
+    assert [plan.tile_n for plan in plans] == [128, 128, 64]
 
 
 @pytest.mark.gpu

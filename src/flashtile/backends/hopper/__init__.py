@@ -167,7 +167,8 @@ def plan(spec: AttentionSpec, device: torch.device) -> Plan:
     """The forward launch."""
     tiles, programs = choose(spec), programs_on(device)
     if are_few(spec, programs):
-        programs = len(schedule_of(spec, True, programs, torch.device("meta")).table)
+        schedule = schedule_of(spec, True, programs, torch.device("meta"))
+        tiles, programs = schedule.tiles, len(schedule.table)
     else:
         programs = len(shares(spec, tiles, programs).lists)
     return Plan(str(tiles), programs, tiles.rows, tiles.tile_n)
