@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import gluon_on_cpu
 import pytest
 import torch
-from aot import cached_call
+from aot import cached_call, calls_of, of_a_call
 from cases import BF16, HALF, spec
 from torch import Tensor
 
@@ -285,6 +285,19 @@ def test_tiles_of_few_rows_ask_for_fewer_keys_at_a_time_and_have_a_program_each_
     case = spec((seqlen_q, seqlen_k), (32, 8), (dim, dim), BF16, batch=batch, left=left, right=0)
     schedule = cached_schedule.schedule_of(case, not lengths, 132, torch.device("meta"))
     assert (schedule.tiles, schedule.spread, len(schedule.table)) == wanted
+
+
+def test_programs_that_are_as_many_as_tiles_start_when_the_kernel_before_has_ended(monkeypatch):
+    """Merges start while they run, and other calls while the kernel before does."""
+    monkeypatch.setattr(cached_launch, "programs_on", lambda _: 132)
+    early = []
+    for batch in (12, 16):
+        case = spec((16, 8192), (32, 8), (128, 128), BF16, batch=batch, right=0)
+        given, (*_, out, lse) = cached_call(case, BF16, page_size=0).given, of_a_call(case)
+        cached_spec = CachedSpec(case, 0, 0, batch)
+        calls = calls_of(cached_launch.CACHED, (None, cached_spec), *given, case.seqlen_k, given.q, out, lse)
+        early.append([call.options.get("launch_pdl", False) for call in calls])
+    assert early == [[False, True], [True, True]]
 
 
 @pytest.fixture

@@ -36,10 +36,10 @@ PIECES_COST = 5.5
 BLOCK = 64 << 10  # bytes of K and V
 # So much longer a block takes where all programs have one; and half of them could read as fast as all of them do.
 ALL_BUSY, READ_BY_HALF = 1.3, 2
-# Tiles of few rows, for each multiprocessor, that are programs, too: 9, 12, 14 sequences of 16 queries, 8 heads and 8k
-# keys take 77 us for 83, 100 for 104, 115 for 122 by programs on all, 15 of these 123 for 121, 8 71 for 73; of lengths
-# down to a 64th 51 for 48, 63 for 61, 69 for 69. If all are alike they may be half as long: 12 of 2k keys take 30 us
-# for 32 (`bytes_in_flight` in hopper-runs-h200.json).
+# So many long tiles of few rows, for each multiprocessor, have a program each: 9, 12, 14 sequences of 16 queries, 8
+# heads and 8k keys take 77 us for 83, 100 for 104, 115 for 122 by programs on all, 15 of these 123 for 121, 8 71 for
+# 73; of lengths down to a 64th 51 for 48, 63 for 61, 69 for 69. If all are alike they may be half as long: 12 of 2k
+# keys take 30 us for 32 (`bytes_in_flight` in hopper-runs-h200.json).
 FEWEST_SPREAD, MOST_SPREAD = 0.5, 0.9
 
 

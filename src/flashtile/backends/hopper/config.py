@@ -116,8 +116,8 @@ reads as much of Q as of K: with half of Q in registers S = 8k 0, hot 0 and +1 %
 tile that ends before the next begins: 12 instructions of a step fewer, S = 512 +3 and +2 %, 8k +1 and 0 %, hot +1 %.
 Tails: S = 4097 full +1 %, hot +2.5 %, other lengths -0.7 to 0 %."""
 
-# Up to 64 rows, which one warpgroup has, over a cache: reading keys takes longer than computing, and a multiprocessor
-# that asks for more at once than it needs takes it from others (`bytes_in_flight` in hopper-runs-h200.json).
+# Up to 64 rows, which one warpgroup has, over a cache: reading keys takes longer than computing, and more of them in
+# flight than that needs cost time (`bytes_in_flight` in hopper-runs-h200.json).
 D64_FEW_ROWS = replace(D64_SHORT, stages=3)
 """96 KiB of K and V in flight, not 128: 64 sequences of 16 queries, 8 heads and 8k keys 259 -> 255 us, 14 of up to 16k
 71 -> 69; 64 KiB: 256, 69.5."""
