@@ -246,11 +246,16 @@ IN_SHARES += [("D 128", layout, "of each, a block's end") for layout in LAYOUTS]
 
 
 @pytest.fixture
-def in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs share keys however little that saves."""
-    monkeypatch.setattr(cached_schedule, "PIECES_COST", -1e3)
+def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call finds what one before it has looked up."""
     monkeypatch.setattr(cached_launch, "CACHED", cached_launch.CachedForward())
     monkeypatch.setattr(cached, "PREPARED", {})
+
+
+@pytest.fixture
+def in_shares(nothing_prepared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs share keys however little that saves."""
+    monkeypatch.setattr(cached_schedule, "PIECES_COST", -1e3)
 
 
 @pytest.mark.usefixtures("in_shares")
@@ -301,11 +306,9 @@ def test_programs_that_are_as_many_as_tiles_start_when_the_kernel_before_has_end
 
 
 @pytest.fixture
-def spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def spread(nothing_prepared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are as many as tiles, however few keys these have."""
     monkeypatch.setattr(cached_schedule, "LONG_TILE", 0)
-    monkeypatch.setattr(cached_launch, "CACHED", cached_launch.CachedForward())
-    monkeypatch.setattr(cached, "PREPARED", {})
 
 
 SPREAD = [("few rows", layout, lengths) for layout in LAYOUTS for lengths in ("of each", "of each, a block's end")]

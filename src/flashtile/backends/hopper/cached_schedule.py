@@ -6,8 +6,8 @@ of their lengths, the longest first, to and fro: then every program has as many,
 are alike or each is a little shorter than the one before. Which sequence has which place in that order programs find
 out as they begin: `longest_first` there.
 
-Programs that are fewer than multiprocessors read as fast as all where they lie evenly on these, as they do on a GPU
-that has nothing else to run. Those that start while the kernel before ends lie where its programs ended.
+Programs that are fewer than multiprocessors read as fast as all if the GPU has nothing else to run as they start, but
+not if they start while the kernel before ends.
 """
 
 from __future__ import annotations

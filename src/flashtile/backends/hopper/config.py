@@ -126,7 +126,8 @@ D128_FEW_ROWS = replace(D128, tile_n=64, stages=3)
 to -2 %, 4 of 1k +2 %; 64 KiB: 45.5, 40.5, but 16 of up to 2k 25 -> 27."""
 D128_SHARED = replace(D128_FEW_ROWS, stages=2)
 """64 KiB, where all multiprocessors read equal shares: 64 sequences of 16 queries and 8k keys 494 -> 487 us, 16 of up
-to 8k 77.7 -> 76.2, one of 8k 18.1 -> 17.4; 96 KiB: 491, 76.9, 17.3; 48 KiB, in blocks of 32 keys, +4.5, +2, -4 %."""
+to 8k 77.7 -> 76.2, one of 8k 18.1 -> 17.4; 96 KiB: 491, 76.9, 17.3; 48 KiB, in blocks of 32 keys, +4.5, +2, -4 %. Of
+one query and key head 80 and 112 sequences take +1 and 0 %."""
 
 
 @dataclass(frozen=True)
@@ -329,9 +330,11 @@ def choose(spec: AttentionSpec) -> Tiles:
 def choose_cached(spec: AttentionSpec, shared: bool) -> Tiles:
     """Those for a call over a cache; shared: all multiprocessors have equal shares of its keys."""
     tiles = choose(spec)
-    if has_few_rows(spec) and tiles in (D64_SHORT, D128):
-        return D64_FEW_ROWS if tiles == D64_SHORT else D128_SHARED if shared else D128_FEW_ROWS
-    return tiles
+    if not has_few_rows(spec):
+        return tiles
+    if tiles == D128:
+        return D128_SHARED if shared else D128_FEW_ROWS
+    return D64_FEW_ROWS if tiles == D64_SHORT else tiles
 
 
 def has_few_rows(spec: AttentionSpec) -> bool:
