@@ -5,8 +5,8 @@ prompt over one: TFLOP/s.
 
 Beside PyTorch's own, flash-attn-4, flashinfer and, by nvidia-cudnn-frontend, cuDNN with lengths and pages are timed
 where they are installed. Every provider is checked against float64 first. Then calls over distinct caches, together
-several times the L2 cache, are captured in a CUDA graph, which is timed in random order among the providers' graphs.
-bfloat16, D 128 or --head-dim.
+several times the L2 cache, are captured in a CUDA graph, six or more as of a model's layers, and it is timed in random
+order among the providers' graphs. bfloat16, D 128 or --head-dim.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ DIM = 128  # unless another is asked for
 BUDGET = 0.02  # of the largest |out|: a few roundings of bfloat16, which is what P and V enter a product in
 BIG = 256 << 20  # bytes of K and V from which on the bandwidth counts, not the launches
 ROUND_MS = 6
+CALLS = 6  # of a graph at least: of one call launching the graph is 1 to 2 us
 NOT_MERGED = "flashtile, not merged"
 NO_LENGTHS, ONE_LENGTH = "flashtile, no lengths", "flashtile, one length"
 Caches = dict[torch.dtype, tuple[Tensor, Tensor]]
@@ -392,6 +393,7 @@ def replays(graph: torch.cuda.CUDAGraph) -> int:
 def measure(point: Point, caches: Caches, l2_bytes: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each provider: one that is wrong or raises has a reason in place of a speed."""
     steps = make_steps(point, caches, steps_past_l2(point, l2_bytes))
+    steps *= -(-CALLS // len(steps))
     rows: dict[str, dict[str, Any]] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, provider in point.providers.items():

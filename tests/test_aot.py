@@ -154,10 +154,12 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 @pytest.mark.parametrize(
     ("load", "batch", "heads_k", "capacity", "programs"),
     [("few", 8, 8, 1024, 128), ("one", 9, 8, 1024, 0), ("few", 9, 8, 3072, 128), ("one", 10, 8, 3072, 0),
-     ("one", 16, 8, 1024, 0), ("few", 16, 8, 4096, 0), ("two", 18, 8, 512, 0), ("two", 18, 8, 1024, 0),
-     ("few", 18, 8, 2048, 128), ("two", 24, 8, 1024, 0), ("two", 32, 8, 1024, 0), ("two", 32, 8, 2048, 0),
-     ("four", 36, 8, 1024, 0), ("few", 36, 8, 2048, 128), ("four", 64, 8, 3072, 0), ("few", 64, 8, 4096, 128),
-     ("eight", 72, 8, 1024, 0), ("eight", 96, 8, 1024, 0), ("many", 140, 1, 512, 264), ("three", 200, 8, 3072, 0)],
+     ("one", 16, 8, 1024, 0), ("two", 18, 8, 512, 0), ("two", 18, 8, 1024, 0), ("few", 18, 8, 2048, 128),
+     ("two", 24, 8, 1024, 0), ("two", 32, 8, 1024, 0), ("two", 32, 8, 2048, 0), ("four", 36, 8, 1024, 0),
+     ("few", 36, 8, 2048, 128), ("four", 64, 8, 3072, 0), ("eight", 72, 8, 1024, 0), ("eight", 96, 8, 1024, 0),
+     ("many", 140, 1, 512, 264), ("three", 200, 8, 3072, 0), ("few", 11, 8, 4096, 128), ("one", 12, 8, 4096, 0),
+     ("few", 22, 8, 4096, 128), ("two", 24, 8, 4096, 0), ("few", 44, 8, 4096, 120), ("one", 48, 8, 4096, 0),
+     ("two", 64, 8, 4096, 0), ("few", 88, 8, 4096, 120)],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])
 def test_without_lengths_tasks_that_fill_a_gpu_have_a_program_each(length, load, batch, heads_k, capacity, programs):
@@ -347,6 +349,7 @@ def test_hopper_configs_compile_fit_and_do_not_spill_in_loops_with_products(mask
         ((64, 64), 4096, 16, 1), ((96, 96), 1024, 16, 1), ((192, 128), 1024, 16, 1), ((192, 192), 1024, 16, 1),
         ((256, 256), 1024, 16, 1), ((128, 128), 64, 0, 1), ((128, 128), 16, 16, 1), ((256, 256), 64, 0, 1),
         ((128, 128), 16, 0, 12), ((128, 128), 16, 16, 12), ((128, 128), 16, 0, 200), ((64, 64), 16, 0, 12),
+        ((96, 96), 16, 16, 12), ((96, 128), 16, 0, 12), ((192, 128), 16, 0, 12), ((192, 192), 16, 0, 12),
     ],
 )  # fmt: skip
 def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_products(

@@ -35,6 +35,9 @@ CASES = {
     "packed": spec((20, CAPACITY), (8, 2), (64, 64), BF16, right=0),
     "few rows": spec((15, CAPACITY), (8, 2), (128, 128), BF16, right=0),
     "few rows, D 64": spec((15, CAPACITY), (8, 2), (64, 64), BF16),
+    "few rows, D 96": spec((15, CAPACITY), (8, 2), (96, 96), BF16, right=0),
+    "few rows, D 192, Dv 128": spec((15, CAPACITY), (8, 2), (192, 128), BF16, right=0),
+    "one block of rows": spec((20, CAPACITY), (8, 2), (128, 128), BF16, right=0),
     "D 96, Dv 80": spec((130, CAPACITY), (1, 1), (96, 80), BF16, right=0),
     "D 192, Dv 128": spec((130, CAPACITY), (1, 1), (192, 128), BF16, right=0),
     "D 192": spec((130, CAPACITY), (1, 1), (192, 192), BF16, right=0),
@@ -278,8 +281,15 @@ TILES = {  # batch, queries, keys, lengths on the device, head dim, left edge: t
     "64 rows, one length": ((16, 16, 8192, False, 128, -1), (config.D128_FEW_ROWS, False, 128)),
     "64 rows, fewer keys": ((12, 16, 2048, True, 128, -1), (config.D128_FEW_ROWS, False, 96)),
     "64 rows, a window": ((12, 16, 8192, True, 128, 5000), (config.D128_FEW_ROWS, False, 96)),
-    "68 rows": ((12, 17, 8192, True, 128, -1), (config.D128, False, 128)),
+    "128 rows": ((10, 32, 8192, True, 128, -1), (config.D128, True, 80)),
+    "128 rows, fewer": ((9, 32, 8192, True, 128, -1), (config.D128, False, 128)),
+    "128 rows, more": ((15, 32, 8192, True, 128, -1), (config.D128, True, 120)),
+    "128 rows, one length": ((14, 32, 2048, False, 128, -1), (config.D128, True, 112)),
+    "128 rows, D 64": ((12, 32, 16384, True, 64, -1), (config.D64_SHORT, False, 128)),
+    "256 rows": ((6, 64, 8192, True, 128, -1), (config.D128, False, 128)),
     "64 rows, D 64, shared": ((16, 16, 16384, True, 64, -1), (config.D64_FEW_ROWS, False, 128)),
+    "64 rows, D 96, shared": ((16, 16, 8192, True, 96, -1), (config.D96_FEW_ROWS, False, 128)),
+    "64 rows, D 192, spread": ((12, 16, 4096, True, 192, -1), (config.D192_FEW_ROWS, True, 96)),
     "64 rows, D 256, spread": ((12, 16, 4096, True, 256, -1), (config.D256, True, 96)),
 }  # fmt: skip
 
@@ -313,6 +323,8 @@ def spread(nothing_prepared: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 SPREAD = [("few rows", layout, lengths) for layout in LAYOUTS for lengths in ("of each", "of each, a block's end")]
 SPREAD += [("few rows, D 64", "in one piece", lengths) for lengths in ("of each", "alike", "full")]
+SPREAD += [(name, "in one piece", "of each") for name in ("few rows, D 96", "few rows, D 192, Dv 128")]
+SPREAD += [("one block of rows", layout, "of each") for layout in ("in one piece", "pages of 16")]
 
 
 @pytest.mark.usefixtures("spread")

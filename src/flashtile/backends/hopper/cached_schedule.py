@@ -40,7 +40,7 @@ ALL_BUSY, READ_BY_HALF = 1.3, 2
 # heads and 8k keys take 77 us for 83, 100 for 104, 115 for 122 by programs on all, 15 of these 123 for 121, 8 71 for
 # 73; of lengths down to a 64th 51 for 48, 63 for 61, 69 for 69. If all are alike they may be half as long: 12 of 2k
 # keys take 30 us for 32 (`bytes_in_flight` in hopper-runs-h200.json).
-FEWEST_SPREAD, MOST_SPREAD = 0.5, 0.9
+FEW_ROWS_SPREAD, SPREAD = (0.5, 0.9), (0.6, 0.95)
 
 
 class SharedKeys(NamedTuple):
@@ -138,10 +138,14 @@ def are_shared(spec: AttentionSpec, alike: bool, programs: int) -> bool:
 
 def are_spread(spec: AttentionSpec, alike: bool, programs: int) -> bool:
     """Whether programs are as many as tiles, which then stay whole if they are alike, though fewer than could run."""
-    n_tiles = spec.batch * lines_of(spec)
-    as_many = FEWEST_SPREAD * programs < n_tiles < MOST_SPREAD * programs
-    long = bytes_of_keys(spec) >= (LONG_TILE // 2 if alike else LONG_TILE) and spec.window_left < 0
-    return as_many and long and config.has_few_rows(spec) and not (alike and are_shared(spec, alike, programs))
+    if lines_of(spec) > spec.heads_k or spec.window_left >= 0 or (alike and are_shared(spec, alike, programs)):
+        return False
+    few_rows = config.has_few_rows(spec)
+    if not few_rows and max(spec.head_dim, spec.head_dim_v) <= 64:  # whose products take longer than reading keys
+        return False
+    least, most = FEW_ROWS_SPREAD if few_rows else SPREAD
+    as_many = least * programs < spec.batch * spec.heads_k < most * programs
+    return as_many and bytes_of_keys(spec) >= (LONG_TILE // 2 if alike else LONG_TILE)
 
 
 def lines_of(spec: AttentionSpec) -> int:

@@ -128,6 +128,14 @@ D128_SHARED = replace(D128_FEW_ROWS, stages=2)
 """64 KiB, where all multiprocessors read equal shares: 64 sequences of 16 queries and 8k keys 494 -> 487 us, 16 of up
 to 8k 77.7 -> 76.2, one of 8k 18.1 -> 17.4; 96 KiB: 491, 76.9, 17.3; 48 KiB, in blocks of 32 keys, +4.5, +2, -4 %. Of
 one query and key head 80 and 112 sequences take +1 and 0 %."""
+D96_FEW_ROWS = replace(D96, tile_n=64, stages=3)
+"""72 KiB, not 144."""
+D96_DV128_FEW_ROWS = replace(D96_DV128, tile_n=64, stages=2)
+"""56 KiB, not 112."""
+D192_FEW_ROWS = replace(D192, stages=2)
+"""96 KiB, not 144."""
+D192_DV128_FEW_ROWS = replace(D192_DV128, tile_n=64, stages=2)
+"""80 KiB, not 160."""
 
 
 @dataclass(frozen=True)
@@ -330,11 +338,11 @@ def choose(spec: AttentionSpec) -> Tiles:
 def choose_cached(spec: AttentionSpec, shared: bool) -> Tiles:
     """Those for a call over a cache; shared: all multiprocessors have equal shares of its keys."""
     tiles = choose(spec)
-    if not has_few_rows(spec):
-        return tiles
-    if tiles == D128:
-        return D128_SHARED if shared else D128_FEW_ROWS
-    return D64_FEW_ROWS if tiles == D64_SHORT else tiles
+    of_few_rows = {
+        D64_SHORT: D64_FEW_ROWS, D96: D96_FEW_ROWS, D96_DV128: D96_DV128_FEW_ROWS,
+        D128: D128_SHARED if shared else D128_FEW_ROWS, D192: D192_FEW_ROWS, D192_DV128: D192_DV128_FEW_ROWS,
+    }  # fmt: skip
+    return of_few_rows.get(tiles, tiles) if has_few_rows(spec) else tiles
 
 
 def has_few_rows(spec: AttentionSpec) -> bool:

@@ -82,6 +82,7 @@ PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
 LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may begin and end many of them
 UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
 HALF_A_ROUND, MOST_OF_A_ROUND, MOST_OF_THE_LAST = 0.51, 0.6, 0.65  # whole tasks, of those that a GPU runs at once
+MOST_OF_A_LONG_ROUND, NEARLY_ALL_OF_ROUNDS = 0.7, 0.9  # the same of long ones, in one round and in several
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
@@ -118,13 +119,18 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     equal shares, as nothing is merged and no sequence looked for. None if not.
 
     Where sequences are alike that is if they run in one round, most of it used, or half if they are short and of 16
-    rows, but at D 256, or in so many rounds that their ends do not count; in 16 bits.
+    rows, but at D 256, or in so many rounds that their ends do not count; in 16 bits. Long ones, of 16 rows, if they
+    fill every round.
     """
-    tasks, size = tasks_of(call.spec), bytes_of_a_task(call)
-    if size >= LONG or (call.cache.alike and call.cache.k.dtype.itemsize == 1):
+    tasks, size, few_rows = tasks_of(call.spec), bytes_of_a_task(call), tile_m(call.spec) == ROWS[0]
+    long = size >= LONG
+    if (long and not (call.cache.alike and few_rows)) or (call.cache.alike and call.cache.k.dtype.itemsize == 1):
         return None
     most_of = {load: n * multiprocessors for load, n in ROUND.items()}
-    narrow = tile_m(call.spec) == ROWS[0] and padded_dim(call.spec) <= 128
+    if long:
+        load, used = fullest(("one", "two"), tasks, most_of)
+        return load if used >= (MOST_OF_A_LONG_ROUND if tasks <= most_of[load] else NEARLY_ALL_OF_ROUNDS) else None
+    narrow = few_rows and padded_dim(call.spec) <= 128
     if not call.cache.alike:
         return tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
     least = HALF_A_ROUND if narrow and size <= UNEVEN else MOST_OF_A_ROUND
@@ -148,12 +154,18 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
         return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] else None
     if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
         return "three"
-    loads = ["two", "three", "four"] if narrow else ["two"]
+    loads = ("two", "three", "four") if narrow else ("two",)
     if tasks <= most_of["four"]:
         loads = loads[:2]  # of half the bytes in flight: alone, at the end of their only round, four leave some unused
-    full = {load: tasks / (-(-tasks // most_of[load]) * most_of[load]) for load in loads}
-    load = max(full, key=lambda load: (full[load], most_of[load]))
-    return load if full[load] >= MOST_OF_THE_LAST else None
+    load, used = fullest(loads, tasks, most_of)
+    return load if used >= MOST_OF_THE_LAST else None
+
+
+def fullest(loads: tuple[str, ...], tasks: int, most_of: dict[str, int]) -> tuple[str, float]:
+    """The load whose rounds tasks fill most, of these the one that runs most at once, and how much of them is used."""
+    used = {load: tasks / (-(-tasks // most_of[load]) * most_of[load]) for load in loads}
+    load = max(used, key=lambda load: (used[load], most_of[load]))
+    return load, used[load]
 
 
 def shares_of_whole_tasks(tasks: int, most: int) -> int:
