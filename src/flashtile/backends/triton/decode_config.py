@@ -154,7 +154,7 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
         return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] else None
     if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
         return "three"
-    loads = ("two", "three", "four") if narrow else ("two",)
+    loads: tuple[str, ...] = ("two", "three", "four") if narrow else ("two",)
     if tasks <= most_of["four"]:
         loads = loads[:2]  # of half the bytes in flight: alone, at the end of their only round, four leave some unused
     load, used = fullest(loads, tasks, most_of)
