@@ -193,6 +193,21 @@ def test_decode_programs_of_several_blocks_that_start_early_lie_evenly(batch, he
 
 
 @pytest.mark.parametrize(
+    ("batch", "capacity", "length", "starts"),
+    [(64, 4096, "of each", [False, True]), (16, 8192, "of each", [False, True]), (12, 8192, "of each", [True, True]),
+     (64, 2048, "of each", [True]), (17, 8192, None, [True, True]), (64, 4096, None, [True])],
+    ids=["shares of many keys", "as many for each", "fewer", "whole tasks", "no lengths", "no lengths, whole tasks"],
+)  # fmt: skip
+def test_shares_of_many_keys_start_when_the_kernel_before_has_ended(batch, capacity, length, starts):
+    """Their merge starts early even so."""
+    call = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    if length is None:
+        call = call._replace(given=call.given._replace(cache_seqlens=None))
+    _, *calls = cached_calls(call, "sm_90")
+    assert [kernel.options.get("launch_pdl", False) for kernel in calls] == starts
+
+
+@pytest.mark.parametrize(
     ("batch", "capacity", "load"),
     [(9, 1024, None), (10, 1024, "one"), (16, 1024, "one"), (20, 1024, None), (24, 1024, "two"), (32, 1024, "two"),
      (35, 1024, "three"), (48, 1024, "three"), (56, 1024, "two"), (64, 1024, "two"), (72, 1024, "three"),

@@ -33,6 +33,7 @@ from .decode_config import (
     MOST_KEYS,
     ROWS,
     DecodeTiles,
+    bytes_of_a_task,
     choose,
     enough,
     shares_of_whole_tasks,
@@ -53,6 +54,12 @@ MERGED = 2048
 # 7.0, 1,32,8,1024 at D 256 7.7 to 7.4, 4,32,8,2048 13.5 to 13.2. With more, the programs of the next call find none
 # beside them (decode_merge_beside).
 MOST_BESIDE, ALL_BESIDE = 32 << 10, 76 << 10
+# Bytes of K and V for each multiprocessor, by the cache's capacity, from which on shares of sequences whose lengths the
+# host does not know start when the kernel before has ended. Steps one behind the other take up to 0.7 us more so of
+# less, and where they split no tasks; from there on 64 and 32 sequences of 4k keys, 16 of 8k 246.2 us to 244.8, 125.9
+# to 124.7, 124.8 to 123.7, 8 of 32k in pages of 16 252.6 to 248.2, 64 of up to 4k 194 to 134, of up to 64k 2404 to
+# 1962, in one piece as long (`decode_early` in hopper-runs-h200.json).
+MOST_EARLY = 3700 << 10
 
 
 class DecodeSpec(NamedTuple):
@@ -69,6 +76,7 @@ class DecodeSpec(NamedTuple):
     multiprocessors: int  # of the GPU
     alike: bool  # sequences, as far as the host knows
     merges: bool = False  # whether tasks may be split: nobody knows of lengths on the device
+    waits: bool = False  # `decode_kernel` does not start while the kernel before runs
 
     @property
     def tasks(self) -> int:
@@ -82,7 +90,7 @@ class DecodeSpec(NamedTuple):
 
     @property
     def early(self) -> bool:
-        """Whether kernels start while the one before ends (programmatic dependent launches: from Hopper on)."""
+        """Whether kernels may start while the one before ends (programmatic dependent launches: from Hopper on)."""
         return self.arch.startswith("sm_") and int(self.arch[3:]) >= 90
 
     @property
@@ -127,7 +135,7 @@ class DecodeSpec(NamedTuple):
 
     @property
     def launch_options(self) -> dict[str, bool]:
-        """Of both kernels."""
+        """Of kernels that start early."""
         return {"launch_pdl": True} if self.early else {}
 
 
@@ -155,7 +163,8 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     shared = whole._replace(programs=shares * width, width=width)
     if cache.alike and of_a_line % shares == 0:  # as many whole tasks for each
         return whole if shares == of_a_line else shared._replace(least=1)
-    return shared._replace(merges=True)
+    waits = not cache.alike and whole.tasks * bytes_of_a_task(call) >= MOST_EARLY * multiprocessors
+    return shared._replace(merges=True, waits=waits)
 
 
 @functools.cache
@@ -219,7 +228,7 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums, spec.programs > 0, spec.line_each, spec.order,
         spec.early,
     )  # fmt: skip
-    options = spec.tiles.options | spec.launch_options
+    options = spec.tiles.options | ({} if spec.waits else spec.launch_options)
     call = call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options)
     return call._replace(most_at_once=spec.most_at_once)
 
