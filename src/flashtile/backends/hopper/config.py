@@ -129,13 +129,17 @@ D128_SHARED = replace(D128_FEW_ROWS, stages=2)
 to 8k 77.7 -> 76.2, one of 8k 18.1 -> 17.4; 96 KiB: 491, 76.9, 17.3; 48 KiB, in blocks of 32 keys, +4.5, +2, -4 %. Of
 one query and key head 80 and 112 sequences take +1 and 0 %."""
 D96_FEW_ROWS = replace(D96, tile_n=64, stages=3)
-"""72 KiB, not 144."""
+"""72 KiB, not 144: 64 sequences of 16 queries and 4k keys 196 -> 192 us, 16 of up to 8k 65 -> 62, 12 of 8k that have a
+program for each tile 87 -> 76, whole tiles of 64 of up to 1k 42 -> 38; 96 KiB, in blocks of 128 keys: 192, 63, 76, 41;
+48 KiB: 203, 64, 89, 39."""
 D96_DV128_FEW_ROWS = replace(D96_DV128, tile_n=64, stages=2)
-"""56 KiB, not 112."""
+"""56 KiB, not 112: 64 of 4k 261 -> 253 us, one of 8k 18.5 -> 17.8, whole tiles of 64 of up to 1k 48 -> 45; 84 KiB: 259,
+18.1, 46."""
 D192_FEW_ROWS = replace(D192, stages=2)
-"""96 KiB, not 144."""
+"""96 KiB, not 144: 64 of 2k 198 -> 193 us, 16 of up to 4k 66 -> 65, a program for each tile of 12 of 4k 86 -> 76."""
 D192_DV128_FEW_ROWS = replace(D192_DV128, tile_n=64, stages=2)
-"""80 KiB, not 160."""
+"""80 KiB, not 160: 64 of 2k 167 -> 162 us, 16 of up to 4k 55 -> 53, a program for each tile of 12 of 4k 71 -> 64; 120
+KiB: 166, 55, 68."""
 
 
 @dataclass(frozen=True)
