@@ -119,17 +119,14 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     equal shares, as nothing is merged and no sequence looked for. None if not.
 
     Where sequences are alike that is if they run in one round, most of it used, or half if they are short and of 16
-    rows, but at D 256, or in so many rounds that their ends do not count; in 16 bits. Long ones, of 16 rows, if they
-    fill every round.
+    rows, but at D 256, or in so many rounds that their ends do not count; in 16 bits.
     """
     tasks, size, few_rows = tasks_of(call.spec), bytes_of_a_task(call), tile_m(call.spec) == ROWS[0]
-    long = size >= LONG
-    if (long and not (call.cache.alike and few_rows)) or (call.cache.alike and call.cache.k.dtype.itemsize == 1):
-        return None
     most_of = {load: n * multiprocessors for load, n in ROUND.items()}
-    if long:
-        load, used = fullest(("one", "two"), tasks, most_of)
-        return load if used >= (MOST_OF_A_LONG_ROUND if tasks <= most_of[load] else NEARLY_ALL_OF_ROUNDS) else None
+    if call.cache.alike and call.cache.k.dtype.itemsize == 1:
+        return None
+    if size >= LONG:
+        return long_tasks(tasks, most_of) if call.cache.alike and few_rows else None
     narrow = few_rows and padded_dim(call.spec) <= 128
     if not call.cache.alike:
         return tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
@@ -138,6 +135,13 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
         if least * most_of[load] <= tasks <= most_of[load]:
             return load
     return "three" if tasks > most_of["eight"] else None
+
+
+def long_tasks(tasks: int, most_of: dict[str, int]) -> str | None:
+    """The same of long tasks of 16 rows that are alike: one or two on a multiprocessor, in one round, most of it used,
+    or in several that are nearly full."""
+    load, used = fullest(("one", "two"), tasks, most_of)
+    return load if used >= (MOST_OF_A_LONG_ROUND if tasks <= most_of[load] else NEARLY_ALL_OF_ROUNDS) else None
 
 
 def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], narrow: bool) -> str | None:
