@@ -5,8 +5,8 @@ prompt over one: TFLOP/s.
 
 Beside PyTorch's own, flash-attn-4, flashinfer and, by nvidia-cudnn-frontend, cuDNN with lengths and pages are timed
 where they are installed. Every provider is checked against float64 first. Then calls over distinct caches, together
-several times the L2 cache, are captured in a CUDA graph, six or more as of a model's layers, and it is timed in random
-order among the providers' graphs. bfloat16, D 128 or --head-dim.
+several times the L2 cache, are captured in a CUDA graph, six at least, as a model's layers make, which is timed in
+random order among the providers' graphs. bfloat16, D 128 or --head-dim.
 """
 
 from __future__ import annotations

@@ -281,6 +281,7 @@ TILES = {  # batch, queries, keys, lengths on the device, head dim, left edge: t
     "64 rows, one length": ((16, 16, 8192, False, 128, -1), (config.D128_FEW_ROWS, False, 128)),
     "64 rows, fewer keys": ((12, 16, 2048, True, 128, -1), (config.D128_FEW_ROWS, False, 96)),
     "64 rows, a window": ((12, 16, 8192, True, 128, 5000), (config.D128_FEW_ROWS, False, 96)),
+    "68 rows": ((16, 17, 8192, True, 128, -1), (config.D128, False, 128)),
     "128 rows": ((10, 32, 8192, True, 128, -1), (config.D128, True, 80)),
     "128 rows, fewer": ((9, 32, 8192, True, 128, -1), (config.D128, False, 128)),
     "128 rows, more": ((15, 32, 8192, True, 128, -1), (config.D128, True, 120)),
@@ -295,7 +296,7 @@ TILES = {  # batch, queries, keys, lengths on the device, head dim, left edge: t
 
 
 @pytest.mark.parametrize("name", TILES)
-def test_tiles_of_few_rows_ask_for_fewer_keys_at_a_time_and_have_a_program_each_where_those_fill_most_of_a_gpu(name):
+def test_tiles_of_few_rows_ask_for_fewer_keys_at_a_time_and_those_that_fill_most_of_a_gpu_have_a_program_each(name):
     (batch, seqlen_q, seqlen_k, lengths, dim, left), wanted = TILES[name]
     case = spec((seqlen_q, seqlen_k), (32, 8), (dim, dim), BF16, batch=batch, left=left, right=0)
     schedule = cached_schedule.schedule_of(case, not lengths, 132, torch.device("meta"))

@@ -40,9 +40,9 @@ ALL_BUSY, READ_BY_HALF = 1.3, 2
 # 16 queries, 8 heads and 8k keys take 77 us for 83, 100 for 104, 115 for 122 by programs on all, 15 of these 123 for
 # 121, 8 71 for 73; of lengths down to a 64th 51 for 48, 63 for 61, 69 for 69. Of 32 queries, 128 rows, 9, 10, 12, 14,
 # 15 of 8k 90 for 87, 89 for 97, 105 for 112, 115 for 129, 123 for 128, of lengths down to a 64th 56 for 52, 58 for 56,
-# 65 for 66, 75 for 75, 79 for 78; but at D 64, where products take longer than reading, 139 for 115, and of 64 queries,
-# two blocks of rows, 6 take 108 for 90. If all are alike they may be half as long: 12 of 2k keys take 30 us for 32, of
-# 128 rows 31 for 32 (`bytes_in_flight` in hopper-runs-h200.json).
+# 65 for 66, 75 for 75, 79 for 78; but 12 of 16k at D 64, where products take longer than reading, 139 for 115, and of
+# 64 queries, two blocks of rows, 6 take 108 for 90. If all are alike they may be half as long: 12 of 2k keys take 30 us
+# for 32, of 128 rows 31 for 32 (`bytes_in_flight` in hopper-runs-h200.json).
 FEW_ROWS_SPREAD, SPREAD = (0.5, 0.9), (0.6, 0.95)
 
 
@@ -141,14 +141,13 @@ def are_shared(spec: AttentionSpec, alike: bool, programs: int) -> bool:
 
 def are_spread(spec: AttentionSpec, alike: bool, programs: int) -> bool:
     """Whether programs are as many as tiles, which then stay whole if they are alike, though fewer than could run."""
-    if lines_of(spec) > spec.heads_k or spec.window_left >= 0 or (alike and are_shared(spec, alike, programs)):
-        return False
     few_rows = config.has_few_rows(spec)
-    if not few_rows and max(spec.head_dim, spec.head_dim_v) <= 64:
-        return False
     least, most = FEW_ROWS_SPREAD if few_rows else SPREAD
     as_many = least * programs < spec.batch * spec.heads_k < most * programs
-    return as_many and bytes_of_keys(spec) >= (LONG_TILE // 2 if alike else LONG_TILE)
+    long = bytes_of_keys(spec) >= (LONG_TILE // 2 if alike else LONG_TILE)
+    reading_counts = few_rows or max(spec.head_dim, spec.head_dim_v) > 64
+    all_read_once = lines_of(spec) == spec.heads_k and spec.window_left < 0
+    return as_many and long and reading_counts and all_read_once and not (alike and are_shared(spec, alike, programs))
 
 
 def lines_of(spec: AttentionSpec) -> int:

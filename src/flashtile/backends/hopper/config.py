@@ -133,8 +133,8 @@ D96_FEW_ROWS = replace(D96, tile_n=64, stages=3)
 program for each tile 87 -> 76, whole tiles of 64 of up to 1k 42 -> 38; 96 KiB, in blocks of 128 keys: 192, 63, 76, 41;
 48 KiB: 203, 64, 89, 39."""
 D96_DV128_FEW_ROWS = replace(D96_DV128, tile_n=64, stages=2)
-"""56 KiB, not 112: 64 of 4k 261 -> 253 us, one of 8k 18.5 -> 17.8, whole tiles of 64 of up to 1k 48 -> 45; 84 KiB: 259,
-18.1, 46."""
+"""56 KiB, not 112: 64 of 4k 261 -> 253 us, one of 8k 18.5 -> 17.8, whole tiles of 64 of up to 1k 48 -> 45, a program
+for each tile of 12 of 8k 101 -> 102; 84 KiB: 259, 18.1, 46, 98."""
 D192_FEW_ROWS = replace(D192, stages=2)
 """96 KiB, not 144: 64 of 2k 198 -> 193 us, 16 of up to 4k 66 -> 65, a program for each tile of 12 of 4k 86 -> 76."""
 D192_DV128_FEW_ROWS = replace(D192_DV128, tile_n=64, stages=2)

@@ -236,8 +236,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   9,32,8,1024, four 41.2 to 39.3 at 36, eight 76.7 to 75.5 at 72; at D 64 one 10.5 to 8.4 at 9, two 14.8 to 13.6 at
 #   18; but of 2k keys one 23.3 to 24.5 at 9, two 38.5 to 41.2 at 17, and of 32 rows two 29.0 to 31.0 at 144,32,1,1024.
 #   Long ones (decode_long_tasks): one 102 to 98 us at 13,32,8,8192, 57.4 to 54.9 at 14,32,8,4096, but 79.6 to 86.5 at
-#   10,32,8,8192, in three rounds 141 to 163 at 36,32,8,4096 and, nearly full, 180.6 to 179.8 at 48; two 95.6 to 94.2 at
-#   24, 127.6 to 122.5 at 33, 240 to 237 at 64; at D 64 one 54.1 to 51.0 at 13,32,8,8192, at D 256 103 to 98 at
+#   10,32,8,8192, 167 to 171 at 11,32,8,16384, in three rounds 141 to 163 at 36,32,8,4096 and, nearly full, 180.6 to
+#   179.8 at 48; two 95.6 to 94.2 at 24, 127.6 to 122.5 at 33, 240 to 237 at 64, of two rounds 91 % 236.8 to 234.3 at
+#   60, of three 89 % 338 to 347 at 88; at D 64 one 54.1 to 51.0 at 13,32,8,8192, at D 256 103 to 98 at
 #   13,32,8,4096.
 # - (2, 128), 16 rows, with lengths, the longest first, against shares (decode_longest_first): two 37.7 to 34.5 us at
 #   32,32,8,1024, 66.4 to 65.9 at 64 and, up to 1k, 42.8 to 36.1; three 97.1 to 95.1 at 96 and 57.2 to 52.3; four 127.2

@@ -55,7 +55,7 @@ MERGED = 2048
 # beside them (decode_merge_beside).
 MOST_BESIDE, ALL_BESIDE = 32 << 10, 76 << 10
 # Bytes of K and V for each multiprocessor, by the cache's capacity, from which on shares of sequences whose lengths the
-# host does not know start when the kernel before has ended. Steps one behind the other take up to 0.7 us more so of
+# host does not know start when the kernel before has ended. Steps one behind the other take up to 0.8 us more so of
 # less, and where they split no tasks; from there on 64 and 32 sequences of 4k keys, 16 of 8k 246.2 us to 244.8, 125.9
 # to 124.7, 124.8 to 123.7, 8 of 32k in pages of 16 252.6 to 248.2, 64 of up to 4k 194 to 134, of up to 64k 2404 to
 # 1962, in one piece as long (`decode_early` in hopper-runs-h200.json).
