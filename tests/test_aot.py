@@ -387,11 +387,22 @@ def test_hopper_merges_compile_and_leave_place_for_others(dim, batch):
     case = spec((16, 8192), (32, 8), (dim, dim), BF16, batch=batch, right=0)
     *_, out, lse = of_a_call(case)
     schedule = cached_schedule.schedule_of(case, False, 132, torch.device("meta"))
-    merge = cached_launch.merge_call(case, {"out": out, "lse": lse} | schedule.moving, schedule.tiles, schedule.shared)
+    moving = dict.fromkeys(cached_launch.MOVING) | schedule.moving | {"end": 8192, "out": out, "lse": lse}
+    moving["cache_seqlens"] = torch.empty(batch, dtype=torch.int32)
+    cached = cached_launch.CachedSpec(case, page_size=0, seqlen_new=0, rows=batch)
+    merge = cached_launch.merge_call(cached, moving, schedule.tiles, schedule.shared)
     usage, _ = compile_call(merge, "sm_90")
     assert usage.stack <= 8, usage
     assert usage.registers <= 128, usage
     assert usage.shared <= (0 if batch == 16 else 4 << 10), usage  # sums over warps, where these have other pieces
+
+
+def test_a_merge_of_shares_may_read_the_lengths_before_it_waits():
+    """It starts when these are there: the kernel before has waited for what came before it."""
+    _, sharing = compile_hopper_cached(spec((16, 8192), (32, 8), (128, 128), BF16, batch=16, right=0), page_size=0)
+    marks = ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global")
+    found = [sharing.asm["ptx"].index(mark) for mark in marks]
+    assert found == sorted(found)
 
 
 @pytest.mark.skipif(not SINCE_3_9, reason="barriers are a pass of their own since triton 3.9")

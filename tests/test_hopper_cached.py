@@ -231,7 +231,7 @@ def computed(problem: Problem, programs: int, monkeypatch) -> tuple[Tensor, Tens
     call = cached_launch.forward_call(of, moving, {}, schedule)
     gluon_on_cpu.run_call("forward", call)
     if schedule.shared is not None:
-        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(case, moving, schedule.tiles, schedule.shared))
+        gluon_on_cpu.run_call("forward_pieces", cached_launch.merge_call(of, moving, schedule.tiles, schedule.shared))
     return out, lse, schedule
 
 
@@ -270,6 +270,18 @@ def test_queries_see_as_much_where_programs_share_keys(name, layout, lengths, pr
     out, lse, schedule = computed(problem, programs, monkeypatch)
     assert schedule.shared is not None
     assert schedule.shared.tiles[:, 4].max() > 1
+    assert problem.wrong(out, lse) == []
+
+
+@pytest.mark.parametrize("lengths", ["of each", "of each, a block's end", "alike"])
+def test_queries_see_as_much_where_shared_tiles_turn_out_whole(lengths, monkeypatch):
+    """Of no piece there is anything then."""
+    monkeypatch.setattr(cached_schedule, "are_shared", lambda *_: True)
+    monkeypatch.setattr(cached_schedule, "PIECES_COST", 1e3)
+    problem = Problem("few rows", "in one piece", lengths)
+    out, lse, schedule = computed(problem, 60, monkeypatch)
+    assert schedule.shared is not None
+    assert schedule.shared.pieces.isnan().all()
     assert problem.wrong(out, lse) == []
 
 

@@ -11,7 +11,6 @@ import torch
 from cases import BF16, HALF, spec
 
 from flashtile.backends.hopper import config, launch
-from flashtile.backends.launcher import KernelCall
 from flashtile.spec import AttentionSpec
 from flashtile.testing import Inputs, Result, errors, make_inputs
 
@@ -111,9 +110,10 @@ def test_pieces_of_tiles_are_merged(name, n_pieces, in_shares):
     (out, lse), (expected, expected_lse) = (
         (torch.zeros(shape, dtype=HALF), torch.zeros(case.batch, case.heads_q, case.seqlen_q)) for _ in range(2)
     )
-    programs, numbers = launch.merge_scalars(case, tiles, len(shared), n_pieces, in_shares)
-    merge = KernelCall(launch.merge_kernel, programs, (pieces, out, lse, shared, *numbers), (), {})
-    gluon_on_cpu.run_call("forward_pieces", merge)
+    programs, *others = launch.merge_scalars(case, tiles, len(shared), n_pieces)
+    merge_rows = gluon_on_cpu.load("forward_pieces").merge_rows
+    tensors = (gluon_on_cpu.Pointer(x.view(-1)) for x in (pieces, out, lse, shared))
+    gluon_on_cpu.run(merge_rows, programs, (*tensors, *sum(others, ()), in_shares))
     sizes = tiles.rows * tiles.head_dim_v, tiles.rows, tiles.rows
     for batch, head, query, first, count in shared[:2].tolist():
         slots = [first + (2 * i + (i == 0) if in_shares else i) for i in range(count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from ...cache import LENGTHS, Arguments, CachedCall
@@ -16,7 +17,7 @@ from ..launcher import KernelCall, Launcher, Run, call_of, empty_out, prepared, 
 from . import compiling, config
 from .cached_schedule import Schedule, SharedKeys, schedule_of
 from .forward import forward_kernel
-from .forward_pieces import merge_kernel
+from .forward_pieces import merge_shares_kernel
 from .launch import OPTIONS, Box, Stored, boxes, describe, merge_scalars, programs_on, scalars
 
 SINKS = Arguments._fields.index("sinks")
@@ -38,7 +39,7 @@ MOVING = (*Arguments._fields, "end", "turned", "out", "lse")
 
 
 class CachedForward(Launcher):
-    """`append_kernel` if keys are new, `forward_kernel`, and `merge_kernel` where programs share keys."""
+    """`append_kernel` if keys are new, `forward_kernel`, and `merge_shares_kernel` where programs share keys."""
 
     def prepare(self, spec: tuple[AppendSpec | None, CachedSpec], tensors: tuple) -> Run:
         append, cached = spec
@@ -53,7 +54,7 @@ class CachedForward(Launcher):
         with compiling.for_hopper(OPTIONS if schedule.spread else EARLY, forward=True) as options:
             runs.append(prepared(device, forward_call(cached, moving, options, schedule)))
         if schedule.shared is not None:
-            runs.append(prepared(device, merge_call(cached.attention, moving, schedule.tiles, schedule.shared)))
+            runs.append(prepared(device, merge_call(cached, moving, schedule.tiles, schedule.shared)))
         scratch = schedule.scratch
         kept = [] if scratch else [schedule.table]
         empty_out(*scratch)
@@ -80,10 +81,15 @@ def forward_call(spec: CachedSpec, moving: dict[str, Any], options: dict[str, An
     return call_of(forward_kernel, len(table), moving, names, numbers, options)
 
 
-def merge_call(of: AttentionSpec, moving: dict[str, Any], tiles: config.Tiles, shared: SharedKeys) -> KernelCall:
-    """`merge_kernel`, from pieces to out and lse."""
-    programs, numbers = merge_scalars(of, tiles, len(shared.tiles), shared.n_pieces, in_shares=True)
-    return call_of(merge_kernel, programs, moving, ("pieces", "out", "lse", "shared"), numbers, EARLY)
+def merge_call(spec: CachedSpec, moving: dict[str, Any], tiles: config.Tiles, shared: SharedKeys) -> KernelCall:
+    """`merge_shares_kernel`, from pieces to out and lse; it looks at the lengths where all tiles may be whole."""
+    of = spec.attention
+    programs, numbers, constants = merge_scalars(of, tiles, len(shared.tiles), shared.n_pieces)
+    known = spec.seqlen_new, of.batch, shared.shares, shared.pieces_cost
+    most = max(triton.next_power_of_2(of.batch), 32) if 1 < of.batch <= shared.shares else 0
+    names = "pieces", "out", "lse", "shared", "cache_seqlens", "cache_leftpad", "end"
+    others = *numbers, *known, *constants, tiles.tile_n, most
+    return call_of(merge_shares_kernel, programs, moving, names, others, EARLY)
 
 
 def cached_boxes(spec: AttentionSpec, tiles: config.Tiles, page_size: int) -> tuple[Box, ...]:

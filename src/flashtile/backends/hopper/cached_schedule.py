@@ -47,10 +47,11 @@ FEW_ROWS_SPREAD, SPREAD = (0.5, 0.9), (0.6, 0.95)
 
 
 class SharedKeys(NamedTuple):
-    """Place for what programs that share keys leave and say, and what they and `merge_kernel` are told."""
+    """Place for what programs that share keys leave and say, and what they and `merge_shares_kernel` are told."""
 
     pieces: Tensor
     tiles: Tensor  # (tiles, 5), of those that are in pieces: see `share_out`
+    shares: int  # of a line
     n_pieces: int  # about so many has a tile
     m_blocks: int  # blocks of rows of a head
     pieces_cost: int  # in blocks of keys
@@ -122,7 +123,7 @@ def keys_shared(
     in_pieces = torch.empty((min(spec.batch, shares) * lines, 5), dtype=torch.int32, device=device)
     cost = round(PIECES_COST * BLOCK * spec.seqlen_k / (bytes_of_keys(spec) * tiles.tile_n))
     n_pieces = shares if spec.batch == 1 else shares // spec.batch + 1
-    return table, SharedKeys(pieces, in_pieces, n_pieces, m_blocks_of(spec), cost)
+    return table, SharedKeys(pieces, in_pieces, shares, n_pieces, m_blocks_of(spec), cost)
 
 
 def are_shared(spec: AttentionSpec, alike: bool, programs: int) -> bool:

@@ -470,7 +470,7 @@ def forward_kernel(
     """Grid (programs,). Roles: WARPGROUPS warpgroups in `compute_loop`, one warp in `load_loop`. CACHED: K and V are a
     cache, in pages if PAGE_SIZE is not 0, of which the descriptors may have less than a block; seqlen_k: what a
     sequence has there at most; dealt_ptr: what the schedule, which is not written yet, is made of; m_blocks: blocks of
-    rows of a head, where programs share keys, and write of tiles, to shared_ptr, what `merge_kernel` is to know."""
+    rows of a head, where programs share keys, and write of tiles, to shared_ptr, what the merge is to know."""
     keys = CachedKeys(seqlens_ptr, leftpad_ptr, places_ptr, stride_places, seqlen_new, CACHED, PAGE_SIZE)
     p = Problem(seqlen_q, seqlen_k, heads_q, group, window_left, window_right, unit, natural, cap_in,
                 schedule_ptr, rounds, keys, WARPGROUPS, TILE_M, TILE_N, HAS_LEFT, HAS_RIGHT, SOFTCAP, STEADY,

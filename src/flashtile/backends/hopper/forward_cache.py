@@ -86,10 +86,10 @@ def no_cache():
 
 @gluon.jit
 def await_kernel_before():
-    """Lets the next kernel start, which finds place where programs end, and waits for this one by itself; and waits
-    until the kernel before has ended, while which this one starts."""
-    gdc_launch_dependents()
+    """Waits until the kernel before has ended, while which this one starts; and lets the next one start, which finds
+    place where programs end, and waits for this one by itself, but may read what was there before it."""
     gdc_wait()
+    gdc_launch_dependents()
 
 
 @gluon.jit

@@ -7,19 +7,58 @@ what O is to be multiplied by (ROWS,) · shared: (tiles, 5), see `shared_tiles` 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .forward_cache import await_kernel_before
+from .forward_cache import CachedKeys
+from .forward_schedule import are_whole
 
 
 @gluon.jit(do_not_specialize=["seqlen_q", "heads_q", "row_blocks"])
 def merge_kernel(
     pieces_ptr, out_ptr, lse_ptr, shared_ptr, seqlen_q, heads_q, row_blocks,
     DV: gl.constexpr, DIM_V: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, PACK: gl.constexpr,
+    AT_A_TIME: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """AT_A_TIME rows of a tile: grid (tiles * row_blocks,)."""
+    merge_rows(pieces_ptr, out_ptr, lse_ptr, shared_ptr, seqlen_q, heads_q, row_blocks,
+               DV, DIM_V, DIMS, ROWS, PACK, AT_A_TIME, AT_ONCE, False)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=[
+    "seqlen_k", "seqlen_q", "heads_q", "row_blocks", "seqlen_new", "batches", "shares", "pieces_cost",
+])  # fmt: skip
+def merge_shares_kernel(
+    pieces_ptr, out_ptr, lse_ptr, shared_ptr, seqlens_ptr, leftpad_ptr, seqlen_k, seqlen_q, heads_q, row_blocks,
+    seqlen_new, batches, shares, pieces_cost,
+    DV: gl.constexpr, DIM_V: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, PACK: gl.constexpr,
+    AT_A_TIME: gl.constexpr, AT_ONCE: gl.constexpr, TILE_N: gl.constexpr, MOST: gl.constexpr,
+):  # fmt: skip
+    """The same of tiles that `share_out` may have cut; MOST: of sequences, where all tiles may be whole, else 0.
+
+    It starts while the kernel before runs, which lets it start when what came before that one has ended: the lengths
+    are there. Where these say that all are whole, programs end at once; but the first waits, as what comes behind waits
+    for this kernel alone, which must not end before the one before."""
+    gdc_launch_dependents()
+    if MOST > 0:
+        keys = CachedKeys(seqlens_ptr, leftpad_ptr, None, None, seqlen_new, True, 0)
+        if are_whole(keys, seqlen_k, batches, shares, pieces_cost, TILE_N, MOST):
+            if gl.program_id(0) == 0:
+                gdc_wait()
+            return
+    gdc_wait()
+    merge_rows(pieces_ptr, out_ptr, lse_ptr, shared_ptr, seqlen_q, heads_q, row_blocks,
+               DV, DIM_V, DIMS, ROWS, PACK, AT_A_TIME, AT_ONCE, True)  # fmt: skip
+
+
+@gluon.jit
+def merge_rows(
+    pieces_ptr, out_ptr, lse_ptr, shared_ptr, seqlen_q, heads_q, row_blocks,
+    DV: gl.constexpr, DIM_V: gl.constexpr, DIMS: gl.constexpr, ROWS: gl.constexpr, PACK: gl.constexpr,
     AT_A_TIME: gl.constexpr, AT_ONCE: gl.constexpr, IN_SHARES: gl.constexpr,
 ):  # fmt: skip
-    """AT_A_TIME rows of a tile: out and lse of its pieces (section 6 of docs/algorithm.md), AT_ONCE of these on their
-    way together, in the same order in every run. Grid (tiles * row_blocks,). IN_SHARES: pieces of `share_out`, where a
-    tile may have one, which is all of it; this kernel then starts while the one before ends."""
+    """Out and lse of these rows, of the pieces of their tile (section 6 of docs/algorithm.md), AT_ONCE of these on
+    their way together, in the same order in every run. IN_SHARES: pieces of `share_out`, where a tile may have
+    one, which is all of it."""
     STRIDE: gl.constexpr = ROWS * (DIM_V + 2)
     LANES: gl.constexpr = DIMS // 4 if DIMS < 128 else 32
     # a thread has the same numbers of all pieces or, where rows are fewer than warps, of some
@@ -31,8 +70,6 @@ def merge_kernel(
     )
     sums: gl.constexpr = gl.SliceLayout(2, layout)  # (pieces, rows)
     matrix: gl.constexpr = gl.SliceLayout(0, layout)  # (rows, dims)
-    if IN_SHARES:
-        await_kernel_before()
     shared_ptr += gl.program_id(0) // row_blocks * 5
     batch, head, query = gl.load(shared_ptr), gl.load(shared_ptr + 1), gl.load(shared_ptr + 2)
     first_piece, count = gl.load(shared_ptr + 3), gl.load(shared_ptr + 4)

@@ -51,15 +51,14 @@ def share_out(p, shared_ptr, batches, m_blocks, pieces_cost):
     """Writes this program's list of the schedule: its share of a line. The key blocks of all its tiles, one sequence
     after the other, are cut into as many equal shares as the line has programs: the end of one tile, whole ones, the
     beginning of another. Programs with the same share of other lines read the same keys of other heads at that time.
-    Each has one tile, or none, where the longest takes less than a share and what pieces and their merging cost, in
-    blocks.
+    Each has one tile, or none, where `are_whole` says so.
 
     Of share n slot 2 n of the line's pieces is for that of a tile that begins before it, slot 2 n + 1 for that of one
-    that goes on behind it. Who begins a tile writes to (tiles, 5) what `merge_kernel` is to know: batch, head, first
-    query, slot 2 n, and in how many pieces it is, or 1. Where shares are fewer than sequences, that has a row for each
-    share, and the tile that goes on behind it.
+    that goes on behind it. Who begins a tile writes to (tiles, 5) what the merge is to know: batch, head, first query,
+    slot 2 n, and in how many pieces it is, or 1. Where shares are fewer than sequences, that has a row for each share,
+    and the tile that goes on behind it.
     """
-    sequence = gl.arange(0, MOST_SEQUENCES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    sequence = sequences(MOST_SEQUENCES)
     heads = p.heads_q // p.PACK
     lines = heads * m_blocks
     line = gl.program_id(0) % lines
@@ -74,13 +73,12 @@ def share_out(p, shared_ptr, batches, m_blocks, pieces_cost):
     first, blocks = blocks_of_tile(p, sequence, batches, m_block)
     end = gl.associative_scan(gl.where(sequence < batches, blocks + TILE_COST, 0), 0, plus)
     begin = end - blocks
-    all_end = gl.max(end, axis=0)
-    share = gl.maximum((all_end + shares - 1) // shares, LEAST_SHARE)
+    share = gl.maximum((gl.max(end, axis=0) + shares - 1) // shares, LEAST_SHARE)
 
     # this share's part of each tile
     from_block = gl.maximum(n * share - begin, 0)
     to_block = gl.minimum((n + 1) * share - begin, blocks)
-    if (fewer_shares ^ True) & (gl.max(blocks, axis=0) <= share + pieces_cost):
+    if are_whole(p.keys, p.seqlen_k, batches, shares, pieces_cost, p.TILE_N, MOST_SEQUENCES):
         from_block = gl.where(sequence == n, 0, blocks)
         to_block = blocks
     mine = from_block < to_block
@@ -106,6 +104,23 @@ def share_out(p, shared_ptr, batches, m_blocks, pieces_cost):
     gl.store(shared + 3, gl.zeros_like(sequence) + slot, told)
     gl.store(shared + 4, gl.where(goes_on, (end - 1) // share - n + 1, 1), told)
     barrier()
+
+
+@gluon.jit
+def are_whole(keys, capacity, batches, shares, pieces_cost, TILE_N: gl.constexpr, MOST: gl.constexpr):
+    """Whether tiles are not shared: where there are enough programs, and the longest takes less than a share and what
+    pieces and their merging cost, in blocks. MOST: a power of two, of sequences that there may be."""
+    sequence = sequences(MOST)
+    blocks = (keys.count(gl.minimum(sequence, batches - 1), capacity) + TILE_N - 1) // TILE_N
+    all_blocks = gl.sum(gl.where(sequence < batches, blocks + TILE_COST, 0), axis=0)
+    return (batches <= shares) & ((gl.max(blocks, axis=0) - pieces_cost) * shares <= all_blocks)
+
+
+@gluon.jit
+def sequences(MOST: gl.constexpr):
+    """The numbers of so many: each warp has all, and waits for no other."""
+    layout: gl.constexpr = gl.BlockedLayout([MOST // 32 if MOST > 32 else 1], [32], [gl.num_warps()], [0])
+    return gl.arange(0, MOST, layout)
 
 
 @gluon.jit

@@ -146,22 +146,21 @@ def merge_call(
     """`merge_kernel`: from pieces to out and lse."""
     pack = config.heads_per_tile(spec, tiles)
     shared = shared_tiles(spec.heads_q // pack, tiles.rows // pack, of.pieces)
-    programs, numbers = merge_scalars(spec, tiles, len(shared), int(shared[:, -1].max()))
-    return KernelCall(merge_kernel, programs, (pieces, out, lse, shared.to(lse.device), *numbers), range(3), OPTIONS)
+    programs, numbers, constants = merge_scalars(spec, tiles, len(shared), int(shared[:, -1].max()))
+    arguments = pieces, out, lse, shared.to(lse.device), *numbers, *constants
+    return KernelCall(merge_kernel, programs, arguments, range(3), OPTIONS)
 
 
-def merge_scalars(
-    spec: AttentionSpec, tiles: config.Tiles, n_tiles: int, n_pieces: int, in_shares: bool = False
-) -> tuple[int, tuple]:
-    """The programs of `merge_kernel`, and its arguments after the tensors; n_pieces: as many as a tile has, or about so
-    many."""
+def merge_scalars(spec: AttentionSpec, tiles: config.Tiles, n_tiles: int, n_pieces: int) -> tuple[int, tuple, tuple]:
+    """Of a kernel that merges pieces: its programs, and numbers and constants that it is told; n_pieces: as many as a
+    tile has, or about so many."""
     pack = config.heads_per_tile(spec, tiles)
     at_once = min(max(triton.next_power_of_2(n_pieces), FEWEST_MERGED), MOST_MERGED)
     dims = spec.head_dim_v, tiles.head_dim_v, triton.next_power_of_2(tiles.head_dim_v)
     at_a_time = (MERGED_ROWS if at_once < MOST_MERGED else MERGED_ROWS_OF_MANY) * max(128 // dims[-1], 1)
     row_blocks = -(-min(spec.seqlen_q * pack, tiles.rows) // at_a_time)
-    constants = (*dims, tiles.rows, pack, at_a_time, at_once, in_shares)
-    return n_tiles * row_blocks, (spec.seqlen_q, spec.heads_q, row_blocks, *constants)
+    constants = *dims, tiles.rows, pack, at_a_time, at_once
+    return n_tiles * row_blocks, (spec.seqlen_q, spec.heads_q, row_blocks), constants
 
 
 def steady(spec: AttentionSpec) -> bool:
