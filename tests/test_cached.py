@@ -240,38 +240,40 @@ def test_the_longest_sequences_come_first(batch):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("alike", [False, True], ids=["of each", "alike"])
+@pytest.mark.parametrize("tasks", [1, 3])
 @pytest.mark.parametrize("lanes", [32, 64], ids=["by each warp", "by all"])
-def test_a_block_of_a_line_is_its_sequence_s(lanes):
+def test_a_place_of_a_line_is_its_sequence_s(lanes, tasks, alike):
+    """Behind it lie so many blocks, up to the end of a share; what a task costs lies before its own."""
     triton = pytest.importorskip("triton")
     import triton.language as tl
 
-    from flashtile.backends.triton.decode_shares import blocks_before, sequence_of_block
+    from flashtile.backends.triton import decode_shares as shares
 
     @triton.jit
     def kernel(
-        found_ptr, lengths_ptr, tasks, blocks_before: tl.constexpr, sequence_of_block: tl.constexpr, LANES: tl.constexpr
-    ):
-        block = tl.program_id(0)
-        sequence, inside = sequence_of_block(
-            block, tasks, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False
-        )
-        of_all = blocks_before(40, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False)
-        before = blocks_before(sequence, 40, lengths_ptr, None, 0, 128, 1, -1, -1, 64, LANES, 64, False, False)
-        tl.store(found_ptr + 4 * block, sequence)
-        tl.store(found_ptr + 4 * block + 1, inside)
-        tl.store(found_ptr + 4 * block + 2, of_all)
-        tl.store(found_ptr + 4 * block + 3, before)
+        found_ptr, lengths_ptr, size, tasks, places_of_line: tl.constexpr, start_of_share: tl.constexpr,
+        LANES: tl.constexpr, TASK_EACH: tl.constexpr,
+    ):  # fmt: skip
+        place = tl.program_id(0)
+        places, cost = places_of_line(tasks, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False)
+        sequence, inside, steps = start_of_share(
+            place, place + size, tasks, cost, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False,
+            TASK_EACH,
+        )  # fmt: skip
+        tl.store(found_ptr + 4 * place, places)
+        tl.store(found_ptr + 4 * place + 1, sequence)
+        tl.store(found_ptr + 4 * place + 2, inside)
+        tl.store(found_ptr + 4 * place + 3, steps)
 
     torch.manual_seed(0)
-    lengths, tasks = torch.randint(0, 129, (40,), dtype=INT), 2
-    blocks = (-(-lengths // 64)).clamp(min=1).tolist()
-    wanted = [
-        [sequence, inside, sum(blocks), sum(blocks[:sequence])]
-        for sequence, n in enumerate(blocks)
-        for inside in range(tasks * n)
-    ]
+    lengths, size = torch.full((40,), 200, dtype=INT) if alike else torch.randint(0, 257, (40,), dtype=INT), 7
+    blocks, cost = (-(-lengths // 64)).clamp(min=1).tolist(), 0 if alike else shares.TASK_COST.value
+    are_keys = [place >= cost for n in blocks for _ in range(tasks) for place in range(cost + n)]
+    starts = [(sequence, inside) for sequence, n in enumerate(blocks) for inside in range(tasks * (n + cost))]
+    wanted = [[len(starts), *start, sum(are_keys[place : place + size])] for place, start in enumerate(starts)]
     found = torch.full((len(wanted), 4), -1, dtype=INT)
-    kernel[(len(wanted),)](found, lengths, tasks, blocks_before, sequence_of_block, lanes)
+    kernel[(len(wanted),)](found, lengths, size, tasks, shares.places_of_line, shares.start_of_share, lanes, tasks == 1)
     assert found.tolist() == wanted
 
 

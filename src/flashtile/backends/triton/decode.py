@@ -27,10 +27,11 @@ from .decode_shares import (
     blocks_before,
     key_blocks,
     longest_first,
-    sequence_of_block,
+    places_of_line,
     share_of_block,
     shares_of_line,
     span_of,
+    start_of_share,
 )
 from .tile import LN2, LOG2E, softmax_step, tanh
 
@@ -218,11 +219,12 @@ def decode_kernel(
             n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
             of_sequence = blocks * of_line
             n_blocks = of_sequence * batches
+            cost = 0
         else:
             # in pages, each warp by itself takes 20 registers more, and 3 % longer (decode_search_by_warp)
             LANES: tl.constexpr = at_a_time(TILE_B) if PAGE_SIZE == 0 else TILE_B
-            n_blocks = of_line * blocks_before(
-                batches, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            n_blocks, cost = places_of_line(
+                of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
                 TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         share, longer = shares_of_line(n_blocks, n_shares, least)
@@ -232,11 +234,13 @@ def decode_kernel(
         if alike:
             sequence = place // of_sequence
             inside_sequence = place % of_sequence
+            steps = stop - position
         else:
-            sequence, inside_sequence = sequence_of_block(
-                place, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-                window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+            sequence, inside_sequence, steps = start_of_share(
+                place, stop, of_line, cost, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q,
+                window_left, window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT, LINE_EACH,
             )  # fmt: skip
+            steps = tl.where(position < stop, steps, 0)
     else:
         sequence = program // tasks
         if ORDER > 0:
@@ -250,12 +254,12 @@ def decode_kernel(
         task = line
         begin = inside_sequence
         if not LINE_EACH:
-            task += inside_sequence // blocks * width
-            begin = inside_sequence % blocks
+            task += inside_sequence // (blocks + cost) * width
+            begin = inside_sequence % (blocks + cost)
+        begin = tl.maximum(begin - cost, 0)
     else:
         task = program % tasks
-        position = 0
-        stop = blocks
+        steps = blocks
         begin = 0
     head_k, m_block = head_of_task(task, m_blocks)
     n_block = n_first + begin
@@ -277,7 +281,7 @@ def decode_kernel(
     l = tl.zeros([TILE_M, SUMS], tl.float32)
     goes_on = True  # the task of the block before; a task begins where it does not
     ends = n_block + 1 == n_end
-    for at in range(position, stop):
+    for step in range(steps):
         if not goes_on:
             q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
                 q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh,
@@ -326,7 +330,7 @@ def decode_kernel(
             v = load_keys(v_head, stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV).to(q.dtype)
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
 
-        if ends | (at + 1 == stop):
+        if ends | (step + 1 == steps):
             if EARLY and not SHARED:  # not before: the next kernel's programs would crowd where the first of these end
                 tl.extra.cuda.gdc_launch_dependents()
             acc_end = tl.interleave(acc, acc_odd) if PAIRS else acc
@@ -360,7 +364,7 @@ def decode_kernel(
 
         n_block += 1
         goes_on = not ends
-        if SHARED and (ends & (at + 1 < stop)):
+        if SHARED and (ends & (step + 1 < steps)):
             begin = 0
             task += width
             if LINE_EACH or task >= tasks:
@@ -411,25 +415,28 @@ def merge_kernel(
     task = head // group * m_blocks + row // TILE_M
     if seqlens_ptr is None and leftpad_ptr is None:
         _, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+        cost = 0
         of_sequence = blocks * of_line
         n_blocks = of_sequence * batches
         begin = of_sequence * batch
     else:
         LANES: tl.constexpr = at_a_time(TILE_B)
-        n_blocks = of_line * blocks_before(
-            batches, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+        n_blocks, cost = places_of_line(
+            of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
         begin = of_line * blocks_before(
             batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
+        begin += of_line * batch * cost
         _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
         _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     line = task
     if not LINE_EACH:
         line = task % width
-        begin += task // width * blocks
+        begin += task // width * (blocks + cost)
+    begin += cost
     share, longer = shares_of_line(n_blocks, n_shares, least)
     first_share = share_of_block(begin, share, longer)  # that has a part
     n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1

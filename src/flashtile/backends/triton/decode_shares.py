@@ -10,6 +10,8 @@ import triton.language as tl
 
 from .decode_config import MANY_SEQUENCES
 
+TASK_COST = tl.constexpr(1)  # blocks of keys that could be computed while a task begins and ends
+
 
 @triton.constexpr_function
 def at_a_time(sequences):
@@ -60,6 +62,27 @@ def blocks_from(
 
 
 @triton.jit
+def places_of_line(
+    tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(places, cost): of a line in which each sequence has so many `tasks`, of each task `cost` places and then its
+    key blocks. Where all have as many blocks a task costs nothing: whole ones then stay whole. LANES at a time."""
+    blocks = tl.zeros([LANES], tl.int32)
+    most = tl.zeros([LANES], tl.int32)
+    for first in tl.static_range(0, TILE_B, LANES):
+        here = blocks_from(
+            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        blocks += here
+        most = tl.maximum(most, here)
+    n_blocks = tl.sum(blocks, 0)
+    cost = tl.where(tl.max(most, 0) * batches == n_blocks, 0, TASK_COST)
+    return tasks * (n_blocks + batches * cost), cost
+
+
+@triton.jit
 def blocks_before(
     batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
     TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -76,24 +99,43 @@ def blocks_before(
 
 
 @triton.jit
-def sequence_of_block(
-    block, tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+def start_of_share(
+    position, stop, tasks, cost, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+    window_right, TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, TASK_EACH: tl.constexpr,
 ):  # fmt: skip
-    """(whose a block of a line is, which of its it is), each sequence having so many `tasks` in the line; the same."""
+    """(sequence, inside, steps): whose a place of such a line is, which of its it is, and how many key blocks lie from
+    there to `stop`. TASK_EACH: a sequence has one task in it."""
     sequences = tl.zeros([LANES], tl.int32)
     passed = tl.zeros([LANES], tl.int32)
+    steps = tl.zeros([LANES], tl.int32)
     begin = 0
     for first in tl.static_range(0, TILE_B, LANES):
-        blocks = tasks * blocks_from(
+        blocks = blocks_from(
             first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        ended = begin + tl.cumsum(blocks, 0) <= block
+        places = tl.where(blocks > 0, tasks * (blocks + cost), 0)
+        end = begin + tl.cumsum(places, 0)
+        ended = end <= position
         sequences += ended
-        passed += tl.where(ended, blocks, 0)
-        begin += tl.sum(blocks, 0)
-    return tl.sum(sequences, 0), block - tl.sum(passed, 0)
+        passed += tl.where(ended, places, 0)
+        if TASK_EACH:
+            steps += tl.maximum(tl.minimum(stop, end) - tl.maximum(position, end - blocks), 0)
+        else:
+            before = end - places
+            steps += blocks_inside(stop - before, places, blocks, cost)
+            steps -= blocks_inside(position - before, places, blocks, cost)
+        begin += tl.sum(places, 0)
+    return tl.sum(sequences, 0), position - tl.sum(passed, 0), tl.sum(steps, 0)
+
+
+@triton.jit
+def blocks_inside(end, places, blocks, cost):
+    """Key blocks before a place, of a sequence's tasks of so many each."""
+    end = tl.minimum(tl.maximum(end, 0), places)
+    of_task = tl.maximum(blocks + cost, 1)
+    return end // of_task * blocks + tl.maximum(end % of_task - cost, 0)
 
 
 @triton.jit
