@@ -137,19 +137,25 @@ def compile_hopper(spec: AttentionSpec, kernel: object = None) -> tuple[Usage, o
     return _compile_gluon(kernel or forward_kernel, arguments, forward=True)
 
 
-def compile_hopper_cached(case: AttentionSpec, page_size: int) -> tuple[Usage, object]:
-    """Compiles what a call over a cache on Hopper would run, whose sequences have lengths of their own."""
+def compile_hopper_cached(case: AttentionSpec, page_size: int = 0, alike: bool = False) -> list[tuple[Usage, object]]:
+    """Compiles what a call over a cache on Hopper would run, and its merge if there is one; alike: sequences, else they
+    have lengths of their own."""
     from flashtile.backends.hopper import cached_launch, cached_schedule
 
     call = cached_call(case, case.dtype, page_size)
     *_, out, lse = of_a_call(case)
     turned = torch.empty_like(call.given.q)
-    moving = dict(zip(cached_launch.MOVING, (*call.given, case.seqlen_k, turned, out, lse), strict=True))
-    schedule = cached_schedule.schedule_of(case, False, 132, torch.device("meta"))
+    given = call.given._replace(cache_seqlens=None) if alike else call.given
+    moving = dict(zip(cached_launch.MOVING, (*given, case.seqlen_k, turned, out, lse), strict=True))
+    schedule = cached_schedule.schedule_of(case, alike, 132, torch.device("meta"))
     moving |= schedule.moving
     cached = cached_launch.CachedSpec(case, page_size, call.seqlen_new, len(call.given.k_cache))
     launched = cached_launch.forward_call(cached, moving, {}, schedule)
-    return _compile_gluon(launched.fn, launched.arguments, forward=True)
+    compiled = [_compile_gluon(launched.fn, launched.arguments, forward=True)]
+    if schedule.shared is not None:
+        merge = cached_launch.merge_call(cached, moving, schedule.tiles, schedule.shared)
+        compiled.append(compile_call(merge, "sm_90"))
+    return compiled
 
 
 def compile_hopper_backward(spec: AttentionSpec) -> list[tuple[Usage, object]]:

@@ -29,14 +29,13 @@ from aot import (
     kernels_and_tensors,
     loops_with_products,
     machine_code,
-    of_a_call,
     overwritten_operands,
     serializes_products,
     spills_in_loops,
 )
 from cases import BF16, FLOAT, spec
 
-from flashtile.backends.hopper import cached_launch, cached_schedule, compiling
+from flashtile.backends.hopper import compiling
 from flashtile.backends.hopper import config as hopper_config
 from flashtile.backends.hopper.compat import SINCE_3_9
 from flashtile.backends.hopper.llvm_ir import for_roles
@@ -372,7 +371,7 @@ def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_
 ):
     """Keys of up to 64 queries are shared, of 12 sequences by as many programs as tiles, but those of 200 by none."""
     case = spec((seqlen, 8192), (32, 8), dims, BF16, batch=batch, right=0)
-    usage, compiled = compile_hopper_cached(case, page_size)
+    usage, compiled = compile_hopper_cached(case, page_size)[0]
     assert usage.shared <= SHARED_MEMORY["sm_90"], usage
     assert not serializes_products(compiled), usage
     assert not any(spills := spills_in_loops(compiled)), f"triton {triton.__version__}, {usage}: {spills}"
@@ -381,17 +380,11 @@ def test_hopper_kernels_over_a_cache_compile_fit_and_do_not_spill_in_loops_with_
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("batch", [1, 2, 16])
-def test_hopper_merges_compile_and_leave_place_for_others(dim, batch):
+@pytest.mark.parametrize(("batch", "alike"), [(1, False), (2, False), (2, True), (16, False)])
+def test_hopper_merges_compile_and_leave_place_for_others(dim, batch, alike):
     """Of 16 queries, of one sequence or two whose tiles have many pieces, of more that have few."""
     case = spec((16, 8192), (32, 8), (dim, dim), BF16, batch=batch, right=0)
-    *_, out, lse = of_a_call(case)
-    schedule = cached_schedule.schedule_of(case, False, 132, torch.device("meta"))
-    moving = dict.fromkeys(cached_launch.MOVING) | schedule.moving | {"end": 8192, "out": out, "lse": lse}
-    moving["cache_seqlens"] = torch.empty(batch, dtype=torch.int32)
-    cached = cached_launch.CachedSpec(case, page_size=0, seqlen_new=0, rows=batch)
-    merge = cached_launch.merge_call(cached, moving, schedule.tiles, schedule.shared)
-    usage, _ = compile_call(merge, "sm_90")
+    _, (usage, _) = compile_hopper_cached(case, alike=alike)
     assert usage.stack <= 8, usage
     assert usage.registers <= 128, usage
     assert usage.shared <= (0 if batch == 16 else 4 << 10), usage  # sums over warps, where these have other pieces
@@ -399,7 +392,7 @@ def test_hopper_merges_compile_and_leave_place_for_others(dim, batch):
 
 def test_a_merge_of_shares_may_read_the_lengths_before_it_waits():
     """It starts when these are there: the kernel before has waited for what came before it."""
-    _, sharing = compile_hopper_cached(spec((16, 8192), (32, 8), (128, 128), BF16, batch=16, right=0), page_size=0)
+    (_, sharing), _ = compile_hopper_cached(spec((16, 8192), (32, 8), (128, 128), BF16, batch=16, right=0))
     marks = ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "ld.global")
     found = [sharing.asm["ptx"].index(mark) for mark in marks]
     assert found == sorted(found)

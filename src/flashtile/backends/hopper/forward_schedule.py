@@ -112,8 +112,9 @@ def are_whole(keys, capacity, batches, shares, pieces_cost, TILE_N: gl.constexpr
     pieces and their merging cost, in blocks. MOST: a power of two, of sequences that there may be."""
     sequence = sequences(MOST)
     blocks = (keys.count(gl.minimum(sequence, batches - 1), capacity) + TILE_N - 1) // TILE_N
-    all_blocks = gl.sum(gl.where(sequence < batches, blocks + TILE_COST, 0), axis=0)
-    return (batches <= shares) & ((gl.max(blocks, axis=0) - pieces_cost) * shares <= all_blocks)
+    blocks = gl.where(sequence < batches, blocks + TILE_COST, 0)
+    longest = gl.max(blocks, axis=0) - TILE_COST
+    return (batches <= shares) & ((longest - pieces_cost) * shares <= gl.sum(blocks, axis=0))
 
 
 @gluon.jit
