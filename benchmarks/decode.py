@@ -385,6 +385,12 @@ def steps_past_l2(point: Point, l2_bytes: int) -> int:
     return -(-3 * l2_bytes // point.bytes_read)
 
 
+def steps_of_graph(point: Point, caches: Caches, l2_bytes: int) -> list[Step]:
+    """So many as together read three times what the L2 cache holds, and CALLS at least, over the same slices again."""
+    steps = make_steps(point, caches, steps_past_l2(point, l2_bytes))
+    return steps * -(-CALLS // len(steps))
+
+
 def replays(graph: torch.cuda.CUDAGraph) -> int:
     """How many fill a round."""
     return max(1, int(ROUND_MS / replay_ms(graph, 1)))
@@ -392,8 +398,7 @@ def replays(graph: torch.cuda.CUDAGraph) -> int:
 
 def measure(point: Point, caches: Caches, l2_bytes: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each provider: one that is wrong or raises has a reason in place of a speed."""
-    steps = make_steps(point, caches, steps_past_l2(point, l2_bytes))
-    steps *= -(-CALLS // len(steps))
+    steps = steps_of_graph(point, caches, l2_bytes)
     rows: dict[str, dict[str, Any]] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, provider in point.providers.items():

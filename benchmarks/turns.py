@@ -129,15 +129,13 @@ class Race:
 
 
 class DecodeRace:
-    """The same of a decode step: the graph of as many as read more than the L2 cache holds."""
+    """The same of a decode step: the graph that decode.py times."""
 
     def __init__(self, point: str, provider: str, device: torch.device) -> None:
         decode = decode_benchmark()
         (of,) = (x for x in decode.POINTS if x.name == point)
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        steps = decode.make_steps(
-            of, decode.make_caches([of], device, 3 * l2_bytes), decode.steps_past_l2(of, l2_bytes)
-        )
+        steps = decode.steps_of_graph(of, decode.make_caches([of], device, 3 * l2_bytes), l2_bytes)
         self.reason, self.ms = None, lambda: None
         try:
             _, graph = decode.checked(of.providers[provider], steps)

@@ -220,6 +220,18 @@ def test_tasks_in_order_of_length_have_a_program_each_where_most_of_their_last_r
 
 
 @pytest.mark.parametrize(
+    ("batch", "heads_q", "load"),
+    [(136, 32, "few"), (144, 32, "three"), (150, 32, "three"), (160, 32, "two"), (176, 32, "few"), (224, 32, "two"),
+     (320, 32, "three"), (160, 256, "three")],
+)  # fmt: skip
+def test_tasks_of_many_rounds_that_are_alike_are_whole_unless_their_last_round_leaves_much_unused(batch, heads_q, load):
+    """Of 16 rows; those of 32 are whole anyway."""
+    call = cached_call(spec((1, 1024), (heads_q, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    call = call._replace(given=call.given._replace(cache_seqlens=None))
+    assert decode_config.load_of(call, 132) == load
+
+
+@pytest.mark.parametrize(
     ("batch", "capacity", "order"), [(16, 1024, 0), (64, 1024, 4), (64, 1088, 5), (257, 1024, 0), (64, None, 0)]
 )
 def test_the_longest_sequences_come_first_where_tasks_wait(batch, capacity, order):

@@ -83,6 +83,8 @@ LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may
 UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
 HALF_A_ROUND, MOST_OF_A_ROUND, MOST_OF_THE_LAST = 0.51, 0.6, 0.65  # whole tasks, of those that a GPU runs at once
 MOST_OF_A_LONG_ROUND, NEARLY_ALL_OF_ROUNDS = 0.7, 0.9  # the same of long ones, in one round and in several
+HARDLY_BEGUN, NEARLY_FULL, MOST_OF_TWO = 0.05, 0.9, 0.7  # of short ones, of the last round of many of three, or two
+MANY_ROUNDS = 6  # of three, from which on the last one does not count
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
 EVEN = 4  # programs of a multiprocessor, which pay where tasks end as shares do
 
@@ -119,7 +121,7 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     equal shares, as nothing is merged and no sequence looked for. None if not.
 
     Where sequences are alike that is if they run in one round, most of it used, or half if they are short and of 16
-    rows, but at D 256, or in so many rounds that their ends do not count; in 16 bits.
+    rows, but at D 256, or in several, as `many_rounds` says; in 16 bits.
     """
     tasks, size, few_rows = tasks_of(call.spec), bytes_of_a_task(call), tile_m(call.spec) == ROWS[0]
     most_of = {load: n * multiprocessors for load, n in ROUND.items()}
@@ -134,7 +136,18 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     for load in ("one", "two", "four", "eight"):
         if least * most_of[load] <= tasks <= most_of[load]:
             return load
-    return "three" if tasks > most_of["eight"] else None
+    if tasks <= most_of["eight"]:
+        return None
+    return many_rounds(tasks, most_of) if narrow else "three"
+
+
+def many_rounds(tasks: int, most_of: dict[str, int]) -> str | None:
+    """The same of narrow short tasks that are alike, more than a round of eight has: three on a multiprocessor, if the
+    last round is nearly full or hardly begun, or rounds are many; two, if most of their last is used."""
+    of_three, of_two = (tasks / most_of[load] for load in ("three", "two"))
+    if of_three >= MANY_ROUNDS or not HARDLY_BEGUN < of_three % 1 < NEARLY_FULL:
+        return "three"
+    return "two" if of_two % 1 >= MOST_OF_TWO else None
 
 
 def long_tasks(tasks: int, most_of: dict[str, int]) -> str | None:
@@ -229,17 +242,18 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 # - (2, 128), 16 rows, without lengths, a task for each program against shares (decode_whole_tasks): one 18.5 us to 16.7
 #   at 12,32,8,1024, 30.3 to 28.2 at 12,32,8,2048, 19.4 to 19.1 at 16,32,8,1024 by 8 warps for 4; two 30.3 to 27.4 at
 #   24,32,8,1024; four 53.1 to 49.3 at 48,32,8,1024, 62.4 to 58.0 at 56; eight, of one warp, which meets none, 124.9 to
-#   123.0 at 128,32,8,1024, 95.2 to 94.1 at 96, 114.9 to 108.6 at 112, 182.9 to 181.6 at 96,32,8,2048. In rounds of two,
-#   136 to 512 sequences of 1k -6 to +1.5 %, but 160 +4 and +5 %, of 2k -3 to -1 %, but 160 +4 %. In many rounds of 4k
-#   keys shares are 0 to 6 % faster. With lengths: one at 16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to
-#   15.7, at 12 and 14 -12 and -15 %, ragged +5 and +7 %. HALF_A_ROUND (decode_rounds_partly_full): one 14.7 to 14.0 at
-#   9,32,8,1024, four 41.2 to 39.3 at 36, eight 76.7 to 75.5 at 72; at D 64 one 10.5 to 8.4 at 9, two 14.8 to 13.6 at
-#   18; but of 2k keys one 23.3 to 24.5 at 9, two 38.5 to 41.2 at 17, and of 32 rows two 29.0 to 31.0 at 144,32,1,1024.
-#   Long ones (decode_long_tasks): one 102 to 98 us at 13,32,8,8192, 57.4 to 54.9 at 14,32,8,4096, but 79.6 to 86.5 at
-#   10,32,8,8192, 167 to 171 at 11,32,8,16384, in three rounds 141 to 163 at 36,32,8,4096 and, nearly full, 180.6 to
-#   179.8 at 48; two 95.6 to 94.2 at 24, 127.6 to 122.5 at 33, 240 to 237 at 64, of two rounds 91 % 236.8 to 234.3 at
-#   60, of three 89 % 338 to 347 at 88; at D 64 one 54.1 to 51.0 at 13,32,8,8192, at D 256 103 to 98 at
-#   13,32,8,4096.
+#   123.0 at 128,32,8,1024, 95.2 to 94.1 at 96, 114.9 to 108.6 at 112, 182.9 to 181.6 at 96,32,8,2048. In many rounds of
+#   4k keys shares are 0 to 6 % faster. Of 1k (decode_many_rounds) three 140.8 to 136.6 us at 144, 152.7 to 144.6 at
+#   150, 195.6 to 192.4 at 200, 306.9 to 299.4 at 320, but 157.3 to 162.4 at 160, 172.9 to 178.2 at 176; two 157.3 to
+#   155.2 at 160, 216.6 to 211.7 at 224, 247.6 to 242.2 at 256, but 135.1 to 138.8 at 136, 172.9 to 174.9 at 176. With
+#   lengths: one at 16,32,8,1024 20.4 to 19.3 us, at 16 lengths up to 1k 17.4 to 15.7, at 12 and 14 -12 and -15 %,
+#   ragged +5 and +7 %. HALF_A_ROUND (decode_rounds_partly_full): one 14.7 to 14.0 at 9,32,8,1024, four 41.2 to 39.3 at
+#   36, eight 76.7 to 75.5 at 72; at D 64 one 10.5 to 8.4 at 9, two 14.8 to 13.6 at 18; but of 2k keys one 23.3 to 24.5
+#   at 9, two 38.5 to 41.2 at 17, and of 32 rows two 29.0 to 31.0 at 144,32,1,1024. Long ones (decode_long_tasks): one
+#   102 to 98 us at 13,32,8,8192, 57.4 to 54.9 at 14,32,8,4096, but 79.6 to 86.5 at 10,32,8,8192, 167 to 171 at
+#   11,32,8,16384, in three rounds 141 to 163 at 36,32,8,4096 and, nearly full, 180.6 to 179.8 at 48; two 95.6 to 94.2
+#   at 24, 127.6 to 122.5 at 33, 240 to 237 at 64, of two rounds 91 % 236.8 to 234.3 at 60, of three 89 % 338 to 347 at
+#   88; at D 64 one 54.1 to 51.0 at 13,32,8,8192, at D 256 103 to 98 at 13,32,8,4096.
 # - (2, 128), 16 rows, with lengths, the longest first, against shares (decode_longest_first): two 37.7 to 34.5 us at
 #   32,32,8,1024, 66.4 to 65.9 at 64 and, up to 1k, 42.8 to 36.1; three 97.1 to 95.1 at 96 and 57.2 to 52.3; four 127.2
 #   to 124.8 at 128 and 74.5 to 67.0. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9.
