@@ -146,6 +146,20 @@ def test_lengths_that_are_alike(seqlen, num_splits, device, dtype):
     torch.testing.assert_close(lse[0].double(), wanted_lse, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("seqlen", [0, 1, 100, 1187])
+@pytest.mark.parametrize("heads_k", [1, 4, 8])
+@pytest.mark.parametrize(("device", "dtype"), SHARING)
+def test_one_sequence_whose_length_is_on_the_device(seqlen, heads_k, device, dtype):
+    """Heads have programs of their own, or share some; no sequence is looked for."""
+    torch.manual_seed(0)
+    q, k, v = (normal(1, *shape, dtype=dtype) for shape in ((1, 8, D), (1200, heads_k, D), (1200, heads_k, DV)))
+    settings = {"cache_seqlens": torch.tensor([seqlen], dtype=INT, device=device), "return_softmax_lse": True}
+    out, lse = (x.cpu() for x in flash_attn_with_kvcache(q.to(device), k.to(device), v.to(device), **settings))
+    wanted, wanted_lse = attention(q[0].double(), k[0, :seqlen].double(), v[0, :seqlen].double())
+    torch.testing.assert_close(out[0].double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse[0].double(), wanted_lse, rtol=0, atol=1e-5)
+
+
 ALIKE = [(1, 2, "full"), (3, 2, "causal"), (5, 1, "causal"), (5, 2, "full"), (5, 2, "window"), (132, 4, "window")]
 
 

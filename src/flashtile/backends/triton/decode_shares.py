@@ -78,7 +78,9 @@ def places_of_line(
         blocks += here
         most = tl.maximum(most, here)
     n_blocks = tl.sum(blocks, 0)
-    cost = tl.where(tl.max(most, 0) * batches == n_blocks, 0, TASK_COST)
+    cost = 0
+    if TILE_B > 1:
+        cost = tl.where(tl.max(most, 0) * batches == n_blocks, 0, TASK_COST)
     return tasks * (n_blocks + batches * cost), cost
 
 
@@ -105,7 +107,9 @@ def start_of_share(
     HAS_RIGHT: tl.constexpr, TASK_EACH: tl.constexpr,
 ):  # fmt: skip
     """(sequence, inside, steps): whose a place of such a line is, which of its it is, and how many key blocks lie from
-    there to `stop`. TASK_EACH: a sequence has one task in it."""
+    there to `stop`. TASK_EACH: a sequence has one task in it. One sequence is not looked for."""
+    if TILE_B == 1:
+        return position * 0, position, stop - position
     sequences = tl.zeros([LANES], tl.int32)
     passed = tl.zeros([LANES], tl.int32)
     steps = tl.zeros([LANES], tl.int32)
