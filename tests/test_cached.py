@@ -270,23 +270,29 @@ def test_a_place_of_a_line_is_its_sequence_s(lanes, tasks, alike):
         LANES: tl.constexpr, TASK_EACH: tl.constexpr,
     ):  # fmt: skip
         place = tl.program_id(0)
-        places, cost = places_of_line(tasks, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False)
+        places, cost, begin = places_of_line(
+            0, tasks, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False
+        )
         sequence, inside, steps = start_of_share(
             place, place + size, tasks, cost, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False,
             TASK_EACH,
         )  # fmt: skip
-        tl.store(found_ptr + 4 * place, places)
-        tl.store(found_ptr + 4 * place + 1, sequence)
-        tl.store(found_ptr + 4 * place + 2, inside)
-        tl.store(found_ptr + 4 * place + 3, steps)
+        places, cost, begin = places_of_line(
+            sequence, tasks, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False
+        )
+        tl.store(found_ptr + 5 * place, places)
+        tl.store(found_ptr + 5 * place + 1, sequence)
+        tl.store(found_ptr + 5 * place + 2, inside)
+        tl.store(found_ptr + 5 * place + 3, begin + inside)
+        tl.store(found_ptr + 5 * place + 4, steps)
 
     torch.manual_seed(0)
     lengths, size = torch.full((40,), 200, dtype=INT) if alike else torch.randint(0, 257, (40,), dtype=INT), 7
     blocks, cost = (-(-lengths // 64)).clamp(min=1).tolist(), 0 if alike else shares.TASK_COST.value
     are_keys = [place >= cost for n in blocks for _ in range(tasks) for place in range(cost + n)]
     starts = [(sequence, inside) for sequence, n in enumerate(blocks) for inside in range(tasks * (n + cost))]
-    wanted = [[len(starts), *start, sum(are_keys[place : place + size])] for place, start in enumerate(starts)]
-    found = torch.full((len(wanted), 4), -1, dtype=INT)
+    wanted = [[len(starts), *start, place, sum(are_keys[place : place + size])] for place, start in enumerate(starts)]
+    found = torch.full((len(wanted), 5), -1, dtype=INT)
     kernel[(len(wanted),)](found, lengths, size, tasks, shares.places_of_line, shares.start_of_share, lanes, tasks == 1)
     assert found.tolist() == wanted
 

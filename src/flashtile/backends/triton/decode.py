@@ -24,7 +24,6 @@ from ..append import page_of_keys
 from .decode_shares import (
     at_a_time,
     begin_of_share,
-    blocks_before,
     key_blocks,
     longest_first,
     places_of_line,
@@ -223,9 +222,9 @@ def decode_kernel(
         else:
             # in pages, each warp by itself takes 20 registers more, and 3 % longer (decode_search_by_warp)
             LANES: tl.constexpr = at_a_time(TILE_B) if PAGE_SIZE == 0 else TILE_B
-            n_blocks, cost = places_of_line(
-                of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-                TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+            n_blocks, cost, begin = places_of_line(
+                0, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+                window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
         share, longer = shares_of_line(n_blocks, n_shares, least)
         position = begin_of_share(rank, share, longer)
@@ -421,15 +420,10 @@ def merge_kernel(
         begin = of_sequence * batch
     else:
         LANES: tl.constexpr = at_a_time(TILE_B)
-        n_blocks, cost = places_of_line(
-            of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        n_blocks, cost, begin = places_of_line(
+            batch, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+            window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        begin = of_line * blocks_before(
-            batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-        begin += of_line * batch * cost
         _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
         _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     line = task

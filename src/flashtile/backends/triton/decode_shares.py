@@ -1,8 +1,9 @@
 """How Flash-Decoding's key blocks are shared out: whose blocks a program has, and which programs have a task's.
 
-A line is the blocks of some tasks, task after task, and its shares go to as many programs, in order. Both kernels of
-decode.py do this arithmetic, and what launches them some of it. Where programs have whole tasks, not shares, those of
-the longest sequences come first.
+A line is the blocks of some tasks, task after task, and its shares go to as many programs, in order. Where sequences
+are not alike a task has a place more in it, as it costs time beside its keys. Both kernels of decode.py do this
+arithmetic, and what launches them some of it. Where programs have whole tasks, not shares, those of the longest
+sequences come first.
 """
 
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from .decode_config import MANY_SEQUENCES
 
-TASK_COST = tl.constexpr(1)  # blocks of keys that could be computed while a task begins and ends
+TASK_COST = tl.constexpr(1)  # blocks of keys that could be read while a task begins and ends (decode_task_cost)
 
 
 @triton.constexpr_function
@@ -63,41 +64,28 @@ def blocks_from(
 
 @triton.jit
 def places_of_line(
-    tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    batch, tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
     TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(places, cost): of a line in which each sequence has so many `tasks`, of each task `cost` places and then its
-    key blocks. Where all have as many blocks a task costs nothing: whole ones then stay whole. LANES at a time."""
-    blocks = tl.zeros([LANES], tl.int32)
+    """(places, cost, begin): of a line in which each sequence has so many `tasks`, of each task `cost` places and then
+    its key blocks; and where those of sequence `batch` begin. Where all have as many blocks a task costs nothing: whole
+    ones then stay whole. LANES at a time."""
+    of_all = tl.zeros([LANES], tl.int32)
+    of_those_before = tl.zeros([LANES], tl.int32)
     most = tl.zeros([LANES], tl.int32)
-    for first in tl.static_range(0, TILE_B, LANES):
-        here = blocks_from(
-            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-        blocks += here
-        most = tl.maximum(most, here)
-    n_blocks = tl.sum(blocks, 0)
-    cost = 0
-    if TILE_B > 1:
-        cost = tl.where(tl.max(most, 0) * batches == n_blocks, 0, TASK_COST)
-    return tasks * (n_blocks + batches * cost), cost
-
-
-@triton.jit
-def blocks_before(
-    batch, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """Key blocks of the sequences before `batch`, LANES at a time."""
-    before = tl.zeros([LANES], tl.int32)
     for first in tl.static_range(0, TILE_B, LANES):
         blocks = blocks_from(
             first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        before += tl.where(first + tl.arange(0, LANES) < batch, blocks, 0)
-    return tl.sum(before, 0)
+        of_all += blocks
+        of_those_before += tl.where(first + tl.arange(0, LANES) < batch, blocks, 0)
+        most = tl.maximum(most, blocks)
+    n_blocks = tl.sum(of_all, 0)
+    cost = 0
+    if TILE_B > 1:
+        cost = tl.where(tl.max(most, 0) * batches == n_blocks, 0, TASK_COST)
+    return tasks * (n_blocks + batches * cost), cost, tasks * (tl.sum(of_those_before, 0) + batch * cost)
 
 
 @triton.jit
