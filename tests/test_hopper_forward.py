@@ -110,10 +110,10 @@ def test_pieces_of_tiles_are_merged(name, n_pieces, in_shares):
     (out, lse), (expected, expected_lse) = (
         (torch.zeros(shape, dtype=HALF), torch.zeros(case.batch, case.heads_q, case.seqlen_q)) for _ in range(2)
     )
-    programs, *others = launch.merge_scalars(case, tiles, len(shared), n_pieces)
+    programs, numbers, constants = launch.merge_scalars(case, tiles, len(shared), n_pieces)
     merge_rows = gluon_on_cpu.load("forward_pieces").merge_rows
     tensors = (gluon_on_cpu.Pointer(x.view(-1)) for x in (pieces, out, lse, shared))
-    gluon_on_cpu.run(merge_rows, programs, (*tensors, *sum(others, ()), in_shares))
+    gluon_on_cpu.run(merge_rows, programs, (*tensors, *numbers, *constants, in_shares))
     sizes = tiles.rows * tiles.head_dim_v, tiles.rows, tiles.rows
     for batch, head, query, first, count in shared[:2].tolist():
         slots = [first + (2 * i + (i == 0) if in_shares else i) for i in range(count)]

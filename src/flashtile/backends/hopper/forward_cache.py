@@ -87,7 +87,7 @@ def no_cache():
 @gluon.jit
 def await_kernel_before():
     """Waits until the kernel before has ended, while which this one starts; and lets the next one start, which finds
-    place where programs end, and waits for this one by itself, but may read what was there before it."""
+    place where programs end. What was written before this one is there for that; for the rest it waits by itself."""
     gdc_wait()
     gdc_launch_dependents()
 

@@ -109,7 +109,8 @@ def share_out(p, shared_ptr, batches, m_blocks, pieces_cost):
 @gluon.jit
 def are_whole(keys, capacity, batches, shares, pieces_cost, TILE_N: gl.constexpr, MOST: gl.constexpr):
     """Whether tiles are not shared: where there are enough programs, and the longest takes less than a share and what
-    pieces and their merging cost, in blocks. MOST: a power of two, of sequences that there may be."""
+    pieces and their merging cost, in blocks; of all keys, seen or not, so that every line and the merge say the same.
+    MOST: a power of two of sequences, 32 at least."""
     sequence = sequences(MOST)
     blocks = (keys.count(gl.minimum(sequence, batches - 1), capacity) + TILE_N - 1) // TILE_N
     blocks = gl.where(sequence < batches, blocks + TILE_COST, 0)
@@ -120,7 +121,7 @@ def are_whole(keys, capacity, batches, shares, pieces_cost, TILE_N: gl.constexpr
 @gluon.jit
 def sequences(MOST: gl.constexpr):
     """The numbers of so many: each warp has all, and waits for no other."""
-    layout: gl.constexpr = gl.BlockedLayout([MOST // 32 if MOST > 32 else 1], [32], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([MOST // 32], [32], [gl.num_warps()], [0])
     return gl.arange(0, MOST, layout)
 
 

@@ -229,7 +229,7 @@ def decode_kernel(
         share, longer = shares_of_line(n_blocks, n_shares, least)
         position = begin_of_share(rank, share, longer)
         stop = tl.minimum(begin_of_share(rank + 1, share, longer), n_blocks)
-        place = tl.minimum(position, n_blocks - 1)  # an empty share has q and a page too, and must find them
+        place = tl.minimum(position, n_blocks - 1)  # an empty share has no steps, but q and a page, and must find them
         if alike:
             sequence = place // of_sequence
             inside_sequence = place % of_sequence

@@ -83,7 +83,7 @@ def places_of_line(
         most = tl.maximum(most, blocks)
     n_blocks = tl.sum(of_all, 0)
     cost = 0
-    if TILE_B > 1:
+    if TILE_B > 1:  # one sequence is alike
         cost = tl.where(tl.max(most, 0) * batches == n_blocks, 0, TASK_COST)
     return tasks * (n_blocks + batches * cost), cost, tasks * (tl.sum(of_those_before, 0) + batch * cost)
 
@@ -124,7 +124,7 @@ def start_of_share(
 
 @triton.jit
 def blocks_inside(end, places, blocks, cost):
-    """Key blocks before a place, of a sequence's tasks of so many each."""
+    """How many of a sequence's places before `end` are key blocks, of which each of its tasks has so many."""
     end = tl.minimum(tl.maximum(end, 0), places)
     of_task = tl.maximum(blocks + cost, 1)
     return end // of_task * blocks + tl.maximum(end % of_task - cost, 0)
