@@ -105,8 +105,9 @@ def test_decode_tiles_of_every_head_dim_compile_fit_and_do_not_spill(page_size, 
 @pytest.mark.parametrize(
     ("load", "batch", "heads_k", "capacity", "page_size"),
     [("short", 1, 8, 1024, 16), ("scattered", 8, 8, 32768, 16), ("few", 8, 8, 32768, 0), ("many", 8, 8, 32768, 64),
-     ("few", 8, 8, 32768, 128), ("few", 64, 8, 4096, 0), ("few", 1, 1, 65536, 0), ("two", 64, 8, 1024, 0),
-     ("even", 64, 8, 4096, 64), ("three", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0), ("one", 16, 8, 1024, 0),
+     ("few", 8, 8, 32768, 128), ("few", 64, 8, 16384, 0), ("few", 1, 1, 65536, 0), ("two", 64, 8, 1024, 0),
+     ("split", 64, 8, 4096, 0), ("split", 64, 8, 4096, 16), ("split", 64, 8, 4096, 256), ("split", 128, 4, 8192, 0),
+     ("even", 64, 8, 16384, 64), ("three", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0), ("one", 16, 8, 1024, 0),
      ("many", 16, 8, 1024, 64), ("few", 16, 8, 2048, 0), ("three", 160, 8, 1024, 0), ("three", 320, 1, 1024, 64),
      ("scattered", 32, 8, 1024, 16), ("three", 48, 8, 1024, 16), ("four", 128, 8, 2048, 0), ("many", 20, 8, 1024, 0)],
 )  # fmt: skip
@@ -193,9 +194,11 @@ def test_decode_programs_of_several_blocks_that_start_early_lie_evenly(batch, he
 
 @pytest.mark.parametrize(
     ("batch", "capacity", "length", "starts"),
-    [(64, 4096, "of each", [False, True]), (16, 8192, "of each", [False, True]), (12, 8192, "of each", [True, True]),
-     (64, 2048, "of each", [True]), (17, 8192, None, [True, True]), (64, 4096, None, [True])],
-    ids=["shares of many keys", "as many for each", "fewer", "whole tasks", "no lengths", "no lengths, whole tasks"],
+    [(64, 16384, "of each", [False, True]), (16, 8192, "of each", [False, True]), (12, 8192, "of each", [True, True]),
+     (64, 4096, "of each", [True, True]), (64, 2048, "of each", [True]), (17, 8192, None, [True, True]),
+     (64, 4096, None, [True])],
+    ids=["shares of many keys", "as many for each", "fewer", "pieces", "whole tasks", "no lengths",
+         "no lengths, whole tasks"],
 )  # fmt: skip
 def test_shares_of_many_keys_start_when_the_kernel_before_has_ended(batch, capacity, length, starts):
     """Their merge starts early even so."""
@@ -211,10 +214,11 @@ def test_shares_of_many_keys_start_when_the_kernel_before_has_ended(batch, capac
     [(9, 1024, None), (10, 1024, "one"), (16, 1024, "one"), (20, 1024, None), (24, 1024, "two"), (32, 1024, "two"),
      (35, 1024, "three"), (48, 1024, "three"), (56, 1024, "two"), (64, 1024, "two"), (72, 1024, "three"),
      (80, 1024, "three"), (96, 1024, "three"), (112, 1024, "four"), (128, 1024, "four"), (200, 1024, "three"),
-     (32, 2048, None), (64, 2048, "two"), (64, 4096, None), (128, 3072, "four"), (200, 4096, None)],
+     (32, 2048, None), (64, 2048, "two"), (64, 2112, "split"), (64, 8192, "split"), (64, 8256, None), (62, 4096, None),
+     (66, 4096, "split"), (67, 4096, None), (128, 3072, "four"), (128, 4096, None), (200, 4096, None)],
 )  # fmt: skip
 def test_tasks_in_order_of_length_have_a_program_each_where_most_of_their_last_round_is_used(batch, capacity, load):
-    """But not where one sequence may be so long that all wait for it."""
+    """But not where one sequence may be so long that all wait for it, unless it is split."""
     call = cached_call(spec((1, capacity), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
     assert decode_config.whole_tasks(call, 132) == load
 
@@ -232,15 +236,15 @@ def test_tasks_of_many_rounds_that_are_alike_are_whole_unless_their_last_round_l
 
 
 @pytest.mark.parametrize(
-    ("batch", "capacity", "order"), [(16, 1024, 0), (64, 1024, 4), (64, 1088, 5), (257, 1024, 0), (64, None, 0)]
+    ("batch", "capacity", "ordered"),
+    [(16, 1024, False), (64, 1024, True), (64, 4096, True), (257, 1024, False), (64, None, False)],
 )
-def test_the_longest_sequences_come_first_where_tasks_wait(batch, capacity, order):
-    """Bits of how many blocks of 64 keys a sequence may have, or no order: where all tasks run at once, where there are
-    too many sequences to look through, and where all are as long."""
+def test_the_longest_sequences_come_first_where_tasks_wait(batch, capacity, ordered):
+    """Not where all run at once, where there are too many sequences to look through, and where all are as long."""
     call = cached_call(spec((1, capacity or 1024), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
     if capacity is None:
         call = call._replace(given=call.given._replace(cache_seqlens=None))
-    assert decode_launch.decode_spec(call, 0, "sm_90", 132).order == order
+    assert decode_launch.decode_spec(call, 0, "sm_90", 132).in_order == ordered
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,31 @@ def test_whole_tasks_stay_whole_where_a_window_leaves_less_than_the_least_share(
         torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
 
 
+PIECES = {
+    "one long": [272, 1, 1, 1], "all long": [272] * 4, "some long": [1, 272, 3, 272], "falling": [200, 100, 50, 7],
+    "one with keys": [272, 0, 0, 0], "twice two": [17, 17, 240, 240],
+}  # fmt: skip
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("lengths", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("window", [(-1, -1), (40, 0)], ids=["full", "window"])
+def test_tasks_longer_than_an_equal_share_are_split(window, lengths, monkeypatch):
+    """By 6 programs at once, or one task by as many as any: lengths say."""
+    from flashtile.backends.triton import decode_launch
+    from flashtile.backends.triton.decode_config import DecodeTiles
+
+    monkeypatch.setattr(decode_launch, "choose", lambda *_: DecodeTiles(16, 1, 1, 6, 1, whole=True, split=True))
+    torch.manual_seed(0)
+    q, k, v = (normal(4, *shape, dtype=FLOAT) for shape in ((1, 4, D), (272, 2, D), (272, 2, DV)))
+    settings = {"window_size": window, "return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor(lengths, dtype=INT), **settings)
+    for b, n in enumerate(lengths):
+        wanted, wanted_lse = attention(*(x[b].double() for x in (q, k[:, :n], v[:, :n])), window_size=window)
+        torch.testing.assert_close(out[b].double(), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
+
+
 EMPTY = {"no sequence": (0, 4, 4, 8), "no query": (2, 0, 4, 8), "no new key": (2, 4, 0, 8), "no room": (2, 4, 0, 0)}
 
 
@@ -232,25 +257,67 @@ def test_shares_of_a_line_are_even_and_have_each_block_once(n_shares, least):
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("most", [None, 3], ids=["whole tasks", "pieces"])
 @pytest.mark.parametrize("batch", [1, 5, 32, 33, 100])
-def test_the_longest_sequences_come_first(batch):
+def test_the_longest_sequences_come_first(batch, most):
+    """Each of their pieces once, behind so many of other sequences; and none behind the last."""
     triton = pytest.importorskip("triton")
     import triton.language as tl
 
-    from flashtile.backends.triton.decode_shares import longest_first
+    from flashtile.backends.triton import decode_shares as shares
 
     @triton.jit
-    def kernel(found_ptr, lengths_ptr, batches, TILE_B: tl.constexpr, longest_first: tl.constexpr):
+    def kernel(
+        found_ptr, lengths_ptr, batches, tasks, longest_first: tl.constexpr, pieces_before: tl.constexpr,
+        TILE_B: tl.constexpr, most: tl.constexpr,
+    ):  # fmt: skip
         rank = tl.program_id(0)
-        place = longest_first(rank, batches, lengths_ptr, None, 0, 1024, 1, -1, -1, TILE_B, 64, False, False, 4)
-        tl.store(found_ptr + rank, place)
+        sequence, inside = longest_first(
+            rank, tasks, most, batches, lengths_ptr, None, 0, 1024, 1, -1, -1, TILE_B, 64, False, False
+        )
+        blocks = tl.cdiv(tl.maximum(tl.load(lengths_ptr + sequence, sequence < batches, 0), 1), 64)
+        before = pieces_before(
+            sequence, blocks, most, batches, lengths_ptr, None, 0, 1024, 1, -1, -1, TILE_B, 64, False, False
+        )
+        tl.store(found_ptr + 3 * rank, sequence)
+        tl.store(found_ptr + 3 * rank + 1, inside)
+        tl.store(found_ptr + 3 * rank + 2, before)
 
     torch.manual_seed(0)
     for lengths in (torch.randint(0, 1025, (batch,)), torch.full((batch,), 1024), torch.zeros(batch)):
-        found = torch.full((batch,), -1, dtype=INT)
-        kernel[(batch,)](found, lengths.to(INT), batch, triton.next_power_of_2(batch), longest_first)
-        blocks = (-(-lengths // 64)).clamp(min=1)
-        assert found.tolist() == blocks.argsort(descending=True, stable=True).tolist()
+        blocks = (-(-lengths.to(INT) // 64)).clamp(min=1)
+        wanted, before = [], 0
+        for sequence in blocks.argsort(descending=True, stable=True).tolist():
+            pieces = 1 if most is None else -(-int(blocks[sequence]) // most)
+            wanted += [[sequence, inside, before] for inside in range(2 * pieces)]
+            before += pieces
+        found = torch.full((len(wanted) + 2, 3), -1, dtype=INT)
+        functions = shares.longest_first, shares.pieces_before
+        kernel[(len(found),)](found, lengths.to(INT), batch, 2, *functions, triton.next_power_of_2(batch), most)
+        assert found[:-2].tolist() == wanted
+        assert found[-2:, 0].tolist() == [batch] * 2
+
+
+@pytest.mark.interpreter
+def test_pieces_are_no_more_than_tasks_and_as_many_as_run_at_once():
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+
+    from flashtile.backends.triton.decode_shares import most_of_a_piece
+
+    @triton.jit
+    def kernel(found_ptr, lengths_ptr, at_once, tasks, most_of_a_piece: tl.constexpr):
+        most = most_of_a_piece(tasks, at_once, 40, lengths_ptr, None, 0, 1024, 1, -1, -1, 64, 64, False, False)
+        tl.store(found_ptr, most)
+
+    torch.manual_seed(0)
+    for lengths in (torch.randint(0, 1025, (40,)), torch.full((40,), 1024), torch.zeros(40)):
+        blocks = (-(-lengths.to(INT) // 64)).clamp(min=1)
+        for at_once in (1, 7, 80, 160):
+            most = torch.zeros(1, dtype=INT)
+            kernel[(1,)](most, lengths.to(INT), at_once, 2, most_of_a_piece)
+            assert most.item() == -(-2 * int(blocks.sum()) // at_once)
+            assert 2 * int((-(-blocks // most)).sum()) <= 2 * 40 + at_once
 
 
 @pytest.mark.interpreter
@@ -300,12 +367,18 @@ def test_a_place_of_a_line_is_its_sequence_s(lanes, tasks, alike):
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [0, 16, 256], ids=["in one piece", "pages of 16", "pages of 256"])
 @pytest.mark.parametrize("stored", [BF16, FP8], ids=["bfloat16", "float8"])
-@pytest.mark.parametrize("batch", [32, 48, 70, 110], ids=["two", "three", "shares", "four"])
-def test_tasks_of_sequences_of_all_lengths(batch, stored, page_size):
-    """As many as run at once, with two programs on a multiprocessor, or three, or four, or that wait for others."""
+@pytest.mark.parametrize(
+    ("batch", "keys"), [(32, 256), (48, 256), (64, 2304), (70, 256), (110, 256)],
+    ids=["two", "three", "split", "shares", "four"],
+)  # fmt: skip
+def test_tasks_of_sequences_of_all_lengths(batch, keys, stored, page_size):
+    """As many as run at once, with two programs on a multiprocessor, or three, or four, or that wait for others; or
+    long ones, of which two may be split."""
     torch.manual_seed(0)
-    capacity = 512 if stored == FP8 else 256
+    capacity = 2 * keys if stored == FP8 else keys
     lengths = torch.randint(0, capacity + 1, (batch,), dtype=INT)
+    if keys > 256:
+        lengths[2:] //= 8
     q = normal(batch, 1, 32, 128, dtype=BF16)
     k, v = stores = [normal(batch, capacity, 8, 128, dtype=BF16).to(stored).to(BF16) for _ in "kv"]
     settings = {"cache_seqlens": lengths.cuda(), "return_softmax_lse": True}

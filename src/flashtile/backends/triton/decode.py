@@ -26,6 +26,9 @@ from .decode_shares import (
     begin_of_share,
     key_blocks,
     longest_first,
+    most_of_a_piece,
+    pieces_before,
+    pieces_of,
     places_of_line,
     share_of_block,
     shares_of_line,
@@ -185,10 +188,12 @@ def decode_kernel(
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
     NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
-    SUMS: tl.constexpr, SHARED: tl.constexpr, LINE_EACH: tl.constexpr, ORDER: tl.constexpr, EARLY: tl.constexpr,
+    SUMS: tl.constexpr, SHARED: tl.constexpr, LINE_EACH: tl.constexpr, IN_ORDER: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """An equal share of a line of key blocks, of those of `width` lines: grid (programs,); without SHARED one task:
-    grid (B * Hk * blocks of rows,). ORDER: bits of how many blocks a sequence may have, if they are to be in order.
+    grid (B * Hk * blocks of rows,). IN_ORDER: those of the longest sequences come first. SPLIT: one piece of a task, in
+    order: grid (tasks and as many more,), of which each has an equal share at least if tasks are longer.
     LINE_EACH: there are as many lines as a sequence has tasks. SUMS: of a row, as `softmax_step` keeps them.
 
     `places` are pages, or rows of the cache, or None: sequence b has row b. stride_vs is None where it is stride_ks:
@@ -212,7 +217,7 @@ def decode_kernel(
     of_line = 1 if LINE_EACH else tasks // width  # of a sequence's tasks, those in a line
     alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
     if EARLY and not alike:
-        await_kernel_before(n_shares, SHARED)
+        await_kernel_before(n_shares, SHARED or SPLIT)
     if SHARED:
         if alike:
             n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
@@ -241,12 +246,21 @@ def decode_kernel(
             )  # fmt: skip
             steps = tl.where(position < stop, steps, 0)
     else:
-        sequence = program // tasks
-        if ORDER > 0:
-            sequence = longest_first(
-                sequence, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-                TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT, ORDER,
+        sequence, inside_sequence = program // tasks, program % tasks
+        most = None
+        if SPLIT:
+            most = most_of_a_piece(
+                tasks, n_shares - batches * tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q,
+                window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
+        if IN_ORDER:
+            sequence, inside_sequence = longest_first(
+                program, tasks, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+                window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+        if SPLIT:
+            has_piece = sequence < batches
+            sequence = tl.minimum(sequence, batches - 1)
     first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
     n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     if SHARED:
@@ -257,9 +271,12 @@ def decode_kernel(
             begin = inside_sequence % (blocks + cost)
         begin = tl.maximum(begin - cost, 0)
     else:
-        task = program % tasks
-        steps = blocks
-        begin = 0
+        task, begin, steps = inside_sequence, 0, blocks
+        if SPLIT:
+            n_pieces = pieces_of(blocks, most)
+            task, piece = inside_sequence // n_pieces, inside_sequence % n_pieces
+            begin = blocks * piece // n_pieces
+            steps = tl.where(has_piece, blocks * (piece + 1) // n_pieces - begin, 0)
     head_k, m_block = head_of_task(task, m_blocks)
     n_block = n_first + begin
     n_end = n_first + blocks
@@ -330,7 +347,8 @@ def decode_kernel(
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
 
         if ends | (step + 1 == steps):
-            if EARLY and not SHARED:  # not before: the next kernel's programs would crowd where the first of these end
+            if EARLY and not (SHARED or SPLIT):
+                # not before: the next kernel's programs would crowd where the first of these end
                 tl.extra.cuda.gdc_launch_dependents()
             acc_end = tl.interleave(acc, acc_odd) if PAIRS else acc
             m_end = m if EXACT and slopes_ptr is None else m * (s_unit * LN2)
@@ -389,7 +407,7 @@ def merge_kernel(
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, width, least, window_left, window_right,
     DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr, EARLY: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """DIMS of out, and lse, of one row, where its task was split, from PARTS of its parts at a time: grid
     (B * Hq * Sq * blocks of DIMS,).
@@ -410,30 +428,40 @@ def merge_kernel(
     batch = place // seqlen_q // (heads_k * group)
     row = query * group + head % group
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
-    of_line = 1 if LINE_EACH else heads_k * m_blocks // width  # of a sequence's tasks, those in a line
+    tasks = heads_k * m_blocks
+    of_line = 1 if LINE_EACH else tasks // width  # of a sequence's tasks, those in a line
     task = head // group * m_blocks + row // TILE_M
-    if seqlens_ptr is None and leftpad_ptr is None:
-        _, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-        cost = 0
-        of_sequence = blocks * of_line
-        n_blocks = of_sequence * batches
-        begin = of_sequence * batch
-    else:
-        LANES: tl.constexpr = at_a_time(TILE_B)
-        n_blocks, cost, begin = places_of_line(
-            batch, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-            window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+    line = task if LINE_EACH else task % width
+    _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+    _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+    if SPLIT:
+        most = most_of_a_piece(
+            tasks, n_shares - batches * tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q,
+            window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-        _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
-    line = task
-    if not LINE_EACH:
-        line = task % width
-        begin += task // width * (blocks + cost)
-    begin += cost
-    share, longer = shares_of_line(n_blocks, n_shares, least)
-    first_share = share_of_block(begin, share, longer)  # that has a part
-    n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
+        n_parts = pieces_of(blocks, most)
+        first_share = task * n_parts + tasks * pieces_before(
+            batch, blocks, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+            window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+    else:
+        if seqlens_ptr is None and leftpad_ptr is None:
+            cost = 0
+            of_sequence = blocks * of_line
+            n_blocks = of_sequence * batches
+            begin = of_sequence * batch
+        else:
+            LANES: tl.constexpr = at_a_time(TILE_B)
+            n_blocks, cost, begin = places_of_line(
+                batch, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+                window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+        if not LINE_EACH:
+            begin += task // width * (blocks + cost)
+        begin += cost
+        share, longer = shares_of_line(n_blocks, n_shares, least)
+        first_share = share_of_block(begin, share, longer)  # that has a part
+        n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
     if n_parts == 1:
         if EARLY and tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()

@@ -18,7 +18,7 @@ class DecodeTiles:
     """Blocks of tile_n keys on num_warps warps, num_stages deep in flight, `programs` of them on a multiprocessor.
 
     least: blocks of a program's share, below which more programs are not worth what merging costs. whole: programs have
-    no shares, but a task each.
+    no shares, but a task each; split: or a piece of one, if it is longer than an equal share.
     """
 
     tile_n: int
@@ -27,6 +27,7 @@ class DecodeTiles:
     programs: int
     least: int
     whole: bool = False
+    split: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tile_n", "num_warps"):
@@ -75,7 +76,7 @@ def tasks_of(spec: AttentionSpec) -> int:
 
 
 ROUND = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}  # programs of a multiprocessor, which have a task each
-LOADS = ("short", "scattered", *ROUND, "few", "even", "many")
+LOADS = ("short", "scattered", *ROUND, "split", "few", "even", "many")
 BLOCK = 32 << 10  # bytes of K and V of a block of those of many
 SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
 PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
@@ -83,6 +84,8 @@ LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may
 UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
 HALF_A_ROUND, MOST_OF_A_ROUND, MOST_OF_THE_LAST = 0.51, 0.6, 0.65  # whole tasks, of those that a GPU runs at once
 MOST_OF_A_LONG_ROUND, NEARLY_ALL_OF_ROUNDS = 0.7, 0.9  # the same of long ones, in one round and in several
+FULL_ROUNDS = 0.95  # the same of two rounds of two, in which long ones are split
+MOST_SPLIT, LONGEST_SPLIT = 128, 128 * BLOCK  # sequences, and bytes of a task, up to which that is so
 HARDLY_BEGUN, NEARLY_FULL, MOST_OF_TWO = 0.05, 0.9, 0.7  # of short ones, of the last round of many of three, or two
 MANY_ROUNDS = 6  # of three, from which on the last one does not count
 MANY_SEQUENCES = 256  # above which it takes long to find a share's among them
@@ -127,11 +130,11 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     most_of = {load: n * multiprocessors for load, n in ROUND.items()}
     if call.cache.alike and call.cache.k.dtype.itemsize == 1:
         return None
-    if size >= LONG:
-        return long_tasks(tasks, most_of) if call.cache.alike and few_rows else None
     narrow = few_rows and padded_dim(call.spec) <= 128
     if not call.cache.alike:
         return tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
+    if size >= LONG:
+        return long_tasks(tasks, most_of) if few_rows else None
     least = HALF_A_ROUND if narrow and size <= UNEVEN else MOST_OF_A_ROUND
     for load in ("one", "two", "four", "eight"):
         if least * most_of[load] <= tasks <= most_of[load]:
@@ -163,10 +166,12 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
     The longest are begun first, if sequences are not too many to look through, and short ones fill up what those leave.
     So it is where there are many rounds, or most of the last is used if all are as long; if no task may be so long that
     all wait for it, the longer the more there are. Only narrow ones have place for more than two beside one another.
+    Longer tasks are split where those that are whole fill two rounds of two.
     """
     rounds_of_two = round(tasks / most_of["two"]) if batch <= MANY_SEQUENCES else 1
-    if size > UNEVEN * max(rounds_of_two, 1):
-        return None
+    if size > UNEVEN * max(rounds_of_two, 1) or size >= LONG:
+        full = FULL_ROUNDS * most_of["two"] <= tasks / 2 <= most_of["two"]
+        return "split" if narrow and full and batch <= MOST_SPLIT and size <= LONGEST_SPLIT else None
     if tasks <= most_of["one"]:
         return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] else None
     if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
@@ -296,7 +301,8 @@ def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] 
     tiles = {
         "short": DecodeTiles(block, 4, 3, 1, 1), "scattered": DecodeTiles(block // 2, 2, 3, 4, 1),
         "few": DecodeTiles(2 * block, 4, 3, 1, 1), "even": DecodeTiles(block // 2, 2, 3, EVEN, 1),
-        "many": DecodeTiles(block, 4, 3, 2, 1), "one": DecodeTiles(2 * block, 8, 3, 1, 1, whole=True),
+        "many": DecodeTiles(block, 4, 3, 2, 1), "split": DecodeTiles(block, 4, 3, 2, 1, whole=True, split=True),
+        "one": DecodeTiles(2 * block, 8, 3, 1, 1, whole=True),
         "two": DecodeTiles(block, 4, 3, 2, 1, whole=True), "three": DecodeTiles(block, 4, 3, 3, 1, whole=True),
         "four": DecodeTiles(block // 2, 2, 3, 4, 1, whole=True),
         "eight": DecodeTiles(max(block // 4, 16), 1, 3, 8, 1, whole=True),
@@ -316,12 +322,13 @@ SM_90 = _table({
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (
         _by_load(128, ("even",), one=DecodeTiles(256, 4, 3, 1, 1, whole=True)),
-        _by_load(128, ("scattered", "even"), ("three", "eight")), DecodeTiles(64, 4, 2, 2, 1),
+        _by_load(128, ("scattered", "even", "split"), ("three", "eight")), DecodeTiles(64, 4, 2, 2, 1),
     ),
     (2, 128): (
-        _by_load(64), _by_load(64, ("scattered", "even"), ("three", "four", "eight")), DecodeTiles(64, 4, 2, 2, 1),
+        _by_load(64), _by_load(64, ("scattered", "even", "split"), ("three", "four", "eight")),
+        DecodeTiles(64, 4, 2, 2, 1),
     ),
-    (2, 256): _by_load(32, ("scattered", "even"), ("three", "eight"),
+    (2, 256): _by_load(32, ("scattered", "even", "split"), ("three", "eight"),
                        **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 3, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),

@@ -70,7 +70,7 @@ class DecodeSpec(NamedTuple):
     seqlen_new: int
     arch: str
     tiles: DecodeTiles
-    programs: int  # that share the keys; 0: each task has a program
+    programs: int  # that share the keys, or have a piece of a task each; 0: each task has a program
     width: int  # lines of blocks, each of every so many-th task
     least: int  # blocks of a share
     multiprocessors: int  # of the GPU
@@ -127,11 +127,15 @@ class DecodeSpec(NamedTuple):
         return self.tiles.programs if self.early and not self.one_block_each else 0
 
     @property
-    def order(self) -> int:
-        """Bits of how many blocks a sequence may have, where tasks of the longest come first; 0: they come in order."""
-        blocks = -(-self.attention.seqlen_k // self.tiles.tile_n)
+    def split(self) -> bool:
+        """Whether programs have pieces of tasks; these are whole if they are no longer than an equal share."""
+        return self.tiles.split and self.programs > 0
+
+    @property
+    def in_order(self) -> bool:
+        """Whether tasks of the longest sequences come first."""
         first_come = self.alike or self.programs > 0 or self.tasks <= self.multiprocessors
-        return 0 if first_come or self.attention.batch > MANY_SEQUENCES else (blocks - 1).bit_length()
+        return self.split or not (first_come or self.attention.batch > MANY_SEQUENCES)
 
     @property
     def launch_options(self) -> dict[str, bool]:
@@ -154,9 +158,11 @@ def decode_spec(call: CachedCall, num_splits: int, arch: str, multiprocessors: i
     if num_splits:
         return whole if num_splits == 1 else whole._replace(programs=num_splits * whole.tasks, least=1, merges=True)
     most_of_a_task = -(-of.seqlen_k // (tiles.tile_n * tiles.least))
+    most = multiprocessors * tiles.programs
+    if tiles.split:
+        return whole._replace(programs=whole.tasks + most, width=1, merges=True)
     if most_of_a_task <= 1 or tiles.whole:
         return whole
-    most = multiprocessors * tiles.programs
     width = width_for(of_sequence, most)
     of_a_line = whole.tasks // width
     shares = min(shares_for(of_a_line, most // width), most_of_a_task * of_a_line)
@@ -185,12 +191,17 @@ def shares_for(tasks: int, most: int) -> int:
 def merge_tile(spec: DecodeSpec) -> tuple[int, int]:
     """(parts, dims) of a program that merges. It is one warp, as it is all latency, and warps that met would wait.
 
-    The parts are all that a row has where lengths are alike, up to MOST_MERGED.
+    The parts are all that a row has where lengths are alike, up to MOST_MERGED; tasks that are split are whole then.
     """
     of = spec.attention
     blocks = -(-of.seqlen_k // spec.tiles.tile_n)
     share, longer = shares_of_line.fn(spec.tasks // spec.width * blocks, spec.programs // spec.width, spec.least)
-    most = blocks // share if blocks % share == 0 and longer == 0 else min((blocks - 2) // share + 2, blocks)
+    if spec.split:
+        most = 1
+    elif blocks % share == 0 and longer == 0:
+        most = blocks // share
+    else:
+        most = min((blocks - 2) // share + 2, blocks)
     parts = min(max(triton.next_power_of_2(most), FEWEST_MERGED), MOST_MERGED)
     return parts, min(triton.next_power_of_2(of.head_dim_v), MERGED // parts)
 
@@ -225,8 +236,8 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
         triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
         of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
-        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums, spec.programs > 0, spec.line_each, spec.order,
-        spec.early,
+        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums, spec.programs > 0 and not spec.split,
+        spec.line_each, spec.in_order, spec.split, spec.early,
     )  # fmt: skip
     options = spec.tiles.options | ({} if spec.waits else spec.launch_options)
     call = call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options)
@@ -241,7 +252,8 @@ def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     scalars = (
         spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width,
         spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims, triton.next_power_of_2(of.batch),
-        tile_m(of), spec.tiles.tile_n, of.window_left >= 0, of.window_right >= 0, spec.line_each, spec.early,
+        tile_m(of), spec.tiles.tile_n, of.window_left >= 0, of.window_right >= 0, spec.line_each, spec.split,
+        spec.early,
     )  # fmt: skip
     grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
     options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options

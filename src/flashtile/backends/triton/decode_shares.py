@@ -3,7 +3,7 @@
 A line is the blocks of some tasks, task after task, and its shares go to as many programs, in order. Where sequences
 are not alike a task has a place more in it, as it costs time beside its keys. Both kernels of decode.py do this
 arithmetic, and what launches them some of it. Where programs have whole tasks, not shares, those of the longest
-sequences come first.
+sequences come first; or pieces of these, where what is longer than an equal share is split.
 """
 
 import triton
@@ -131,38 +131,99 @@ def blocks_inside(end, places, blocks, cost):
 
 
 @triton.jit
-def longest_first(
-    rank, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BITS: tl.constexpr,
+def most_of_a_piece(
+    tasks, at_once, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """The rank-th sequence where those of more key blocks, of which none has more than 2 ** BITS, come first.
-
-    Bit by bit it finds the most blocks that more than `rank` sequences have, then the sequence among those of as many.
-    """
+    """Key blocks that a piece of a task has at most, where each sequence has so many `tasks`: an equal share of all for
+    each of so many programs. So there are at most as many pieces as tasks and such programs."""
     LANES: tl.constexpr = at_a_time(TILE_B)
-    blocks, longer = 1, 0  # so many sequences have more
-    for bit in tl.static_range(BITS):
-        more = blocks + (1 << BITS - 1 - bit)
-        having = tl.zeros([LANES], tl.int32)
-        for first in tl.static_range(0, TILE_B, LANES):
-            having += more <= blocks_from(
-                first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-                LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
-        n_having = tl.sum(having, 0)
-        blocks = tl.where(n_having > rank, more, blocks)
-        longer = tl.where(n_having > rank, longer, n_having)
-    before = longer
-    found = tl.zeros([LANES], tl.int32)
+    blocks = tl.zeros([LANES], tl.int32)
     for first in tl.static_range(0, TILE_B, LANES):
-        as_long = blocks == blocks_from(
+        blocks += blocks_from(
             first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
-        place = before + tl.cumsum(as_long.to(tl.int32), 0) - 1
-        found += tl.where(as_long & (place == rank), first + tl.arange(0, LANES), 0)
-        before += tl.sum(as_long.to(tl.int32), 0)
-    return tl.sum(found, 0)
+    return tl.cdiv(tasks * tl.sum(blocks, 0), at_once)
+
+
+@triton.jit
+def pieces_of(blocks, most):
+    """Of a task of so many key blocks, with at most so many each; a task is one if `most` is None."""
+    return 1 if most is None else tl.cdiv(blocks, most)
+
+
+@triton.jit
+def longest_first(
+    rank, tasks, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(sequence, inside): whose the rank-th piece is, and which of its, where each sequence has so many `tasks` and
+    those of more key blocks come first. Behind the last piece it is the sequence `batches`. `most`: see `pieces_of`.
+
+    By halves it finds the most blocks that sequences of more than `rank` pieces have, then the sequence among those of
+    as many. Where all have as many there is nothing to be found by halves.
+    """
+    LANES: tl.constexpr = at_a_time(TILE_B)
+    NONE: tl.constexpr = 1 << 30
+    fewest = tl.full([LANES], NONE, tl.int32)
+    longest = tl.zeros([LANES], tl.int32)
+    for first in tl.static_range(0, TILE_B, LANES):
+        blocks = blocks_from(
+            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        longest = tl.maximum(longest, blocks)
+        fewest = tl.minimum(fewest, tl.where(blocks > 0, blocks, NONE))
+    least = tl.min(fewest, 0)  # what is looked for is between these
+    end = tl.max(longest, 0)
+    before = end * 0  # pieces of sequences of more than `end`
+    while least < end:
+        middle = (least + end + 1) // 2
+        pieces = tl.zeros([LANES], tl.int32)
+        for first in tl.static_range(0, TILE_B, LANES):
+            blocks = blocks_from(
+                first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+                LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+            )  # fmt: skip
+            pieces += tl.where(blocks >= middle, tasks * pieces_of(blocks, most), 0)
+        n_pieces = tl.sum(pieces, 0)
+        if n_pieces > rank:
+            least = middle
+        else:
+            end = middle - 1
+            before = n_pieces
+    of_sequence = tasks * pieces_of(least, most)
+    place = (rank - before) // of_sequence  # among sequences of as many blocks
+    found = tl.zeros([LANES], tl.int32)
+    passed = end * 0
+    for first in tl.static_range(0, TILE_B, LANES):
+        as_long = least == blocks_from(
+            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        places = passed + tl.cumsum(as_long.to(tl.int32), 0) - 1
+        found += tl.where(as_long & (places == place), first + tl.arange(0, LANES), 0)
+        passed += tl.sum(as_long.to(tl.int32), 0)
+    return tl.where(place < passed, tl.sum(found, 0), batches), (rank - before) % of_sequence
+
+
+@triton.jit
+def pieces_before(
+    batch, of_batch, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Those of a task of each sequence that `longest_first` puts before `batch`, which has so many key blocks."""
+    LANES: tl.constexpr = at_a_time(TILE_B)
+    pieces = tl.zeros([LANES], tl.int32)
+    for first in tl.static_range(0, TILE_B, LANES):
+        blocks = blocks_from(
+            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        before = (blocks > of_batch) | ((blocks == of_batch) & (first + tl.arange(0, LANES) < batch))
+        pieces += tl.where(before, pieces_of(blocks, most), 0)
+    return tl.sum(pieces, 0)
 
 
 @triton.jit
