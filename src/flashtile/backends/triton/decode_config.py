@@ -99,9 +99,10 @@ def bytes_of_a_task(call: CachedCall) -> int:
 
 
 def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
-    """Short: at most so many bytes, by the cache's capacity; else one to eight, as `whole_tasks` says, if none is to be
-    split; else scattered over pages smaller than a block of many; else few tasks, or long ones, or plenty that are
-    known to be alike, whose blocks are twice as large; else so many that whole ones fill a GPU evenly; else many."""
+    """Short: at most so many bytes, by the cache's capacity; else one to eight, or split, as `whole_tasks` says, unless
+    more splits are asked for; else scattered over pages smaller than a block of many; else few tasks, or long ones, or
+    plenty that are known to be alike, whose blocks are twice as large; else so many that whole ones fill a GPU evenly;
+    else many."""
     tasks, page_size = tasks_of(call.spec), call.cache.page_size or MOST_KEYS
     block = BLOCK // (2 * padded_dim(call.spec) * call.cache.k.dtype.itemsize)  # keys
     if tasks * bytes_of_a_task(call) <= SHORT * multiprocessors:
@@ -121,7 +122,7 @@ def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
 
 def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     """The load in which programs have a task each, by how many of them a multiprocessor has, if that is better than
-    equal shares, as nothing is merged and no sequence looked for. None if not.
+    equal shares, as nothing is merged and no sequence looked for; or a task or a piece of one. None if not.
 
     Where sequences are alike that is if they run in one round, most of it used, or half if they are short and of 16
     rows, but at D 256, or in several, as `many_rounds` says; in 16 bits.
@@ -132,7 +133,8 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
         return None
     narrow = few_rows and padded_dim(call.spec) <= 128
     if not call.cache.alike:
-        return tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
+        whole = tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
+        return whole or ("split" if are_split(call, tasks, most_of) else None)
     if size >= LONG:
         return long_tasks(tasks, most_of) if few_rows else None
     least = HALF_A_ROUND if narrow and size <= UNEVEN else MOST_OF_A_ROUND
@@ -166,12 +168,10 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
     The longest are begun first, if sequences are not too many to look through, and short ones fill up what those leave.
     So it is where there are many rounds, or most of the last is used if all are as long; if no task may be so long that
     all wait for it, the longer the more there are. Only narrow ones have place for more than two beside one another.
-    Longer tasks are split where those that are whole fill two rounds of two.
     """
     rounds_of_two = round(tasks / most_of["two"]) if batch <= MANY_SEQUENCES else 1
     if size > UNEVEN * max(rounds_of_two, 1) or size >= LONG:
-        full = FULL_ROUNDS * most_of["two"] <= tasks / 2 <= most_of["two"]
-        return "split" if narrow and full and batch <= MOST_SPLIT and size <= LONGEST_SPLIT else None
+        return None
     if tasks <= most_of["one"]:
         return "one" if tasks >= MOST_OF_A_ROUND * most_of["one"] else None
     if tasks > most_of["eight"] or batch > MANY_SEQUENCES:
@@ -181,6 +181,15 @@ def tasks_in_order(tasks: int, size: int, batch: int, most_of: dict[str, int], n
         loads = loads[:2]  # of half the bytes in flight: alone, at the end of their only round, four leave some unused
     load, used = fullest(loads, tasks, most_of)
     return load if used >= MOST_OF_THE_LAST else None
+
+
+def are_split(call: CachedCall, tasks: int, most_of: dict[str, int]) -> bool:
+    """Whether tasks that are too long to be whole, in order, are split where they are longer than an equal share: of 16
+    rows and D 128 in 16 bits, if those that are not split fill two rounds of two."""
+    full = FULL_ROUNDS * most_of["two"] <= tasks / 2 <= most_of["two"]
+    few = call.spec.batch <= MOST_SPLIT and bytes_of_a_task(call) <= LONGEST_SPLIT
+    measured = (call.cache.k.dtype.itemsize, padded_dim(call.spec), tile_m(call.spec)) == (2, 128, ROWS[0])
+    return full and few and measured
 
 
 def fullest(loads: tuple[str, ...], tasks: int, most_of: dict[str, int]) -> tuple[str, float]:
@@ -274,6 +283,10 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   few have 8 warps, as 4, which are as fast, spill by triton 3.9, and four are few, in shares: 16 keys on 2 warps
 #   spill so too, and whole tasks on the tiles of few take 96.6 us for 96.3 at 48,32,8,1024, and at 400,32,1,1024, where
 #   shares of them have not been timed, 191 for 179 before.
+# - (2, 128), 16 rows, with lengths, split, against shares (decode_pieces): 244.2 to 242.9 us at 64,32,8,4096, 245.9 to
+#   243.9 in pages of 256, ragged 129.1 to 127.4, 130.9 to 127.9 and, in pages of 16, 132.1 to 128.0; over 3k 182.2 to
+#   180.4, ragged 100.0 to 96.4, over 8k 477.9 to 479.8, ragged 248.4 to 246.8; two of 4k among 64 23.1 to 21.5; but
+#   229.4 to 231.5 at 60, ragged 189.2 to 191.1 at 96, 490 to 518 at 256; at D 64 242 to 249 over 8k, 475 to 494 over 16k.
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
@@ -301,13 +314,12 @@ def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] 
     tiles = {
         "short": DecodeTiles(block, 4, 3, 1, 1), "scattered": DecodeTiles(block // 2, 2, 3, 4, 1),
         "few": DecodeTiles(2 * block, 4, 3, 1, 1), "even": DecodeTiles(block // 2, 2, 3, EVEN, 1),
-        "many": DecodeTiles(block, 4, 3, 2, 1), "split": DecodeTiles(block, 4, 3, 2, 1, whole=True, split=True),
-        "one": DecodeTiles(2 * block, 8, 3, 1, 1, whole=True),
+        "many": DecodeTiles(block, 4, 3, 2, 1), "one": DecodeTiles(2 * block, 8, 3, 1, 1, whole=True),
         "two": DecodeTiles(block, 4, 3, 2, 1, whole=True), "three": DecodeTiles(block, 4, 3, 3, 1, whole=True),
         "four": DecodeTiles(block // 2, 2, 3, 4, 1, whole=True),
         "eight": DecodeTiles(max(block // 4, 16), 1, 3, 8, 1, whole=True),
     }  # fmt: skip
-    return tiles | dict.fromkeys(as_many, tiles["many"]) | dict.fromkeys(as_two, tiles["two"]) | others
+    return tiles | dict.fromkeys(("split", *as_many), tiles["many"]) | dict.fromkeys(as_two, tiles["two"]) | others
 
 
 SM_90 = _table({
@@ -322,13 +334,13 @@ SM_90 = _table({
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (
         _by_load(128, ("even",), one=DecodeTiles(256, 4, 3, 1, 1, whole=True)),
-        _by_load(128, ("scattered", "even", "split"), ("three", "eight")), DecodeTiles(64, 4, 2, 2, 1),
+        _by_load(128, ("scattered", "even"), ("three", "eight")), DecodeTiles(64, 4, 2, 2, 1),
     ),
     (2, 128): (
-        _by_load(64), _by_load(64, ("scattered", "even", "split"), ("three", "four", "eight")),
-        DecodeTiles(64, 4, 2, 2, 1),
+        _by_load(64, split=DecodeTiles(64, 4, 3, 2, 1, whole=True, split=True)),
+        _by_load(64, ("scattered", "even"), ("three", "four", "eight")), DecodeTiles(64, 4, 2, 2, 1),
     ),
-    (2, 256): _by_load(32, ("scattered", "even", "split"), ("three", "eight"),
+    (2, 256): _by_load(32, ("scattered", "even"), ("three", "eight"),
                        **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 3, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
