@@ -257,9 +257,11 @@ def test_shares_of_a_line_are_even_and_have_each_block_once(n_shares, least):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("most", [None, 3], ids=["whole tasks", "pieces"])
-@pytest.mark.parametrize("batch", [1, 5, 32, 33, 100])
-def test_the_longest_sequences_come_first(batch, most):
+@pytest.mark.parametrize(
+    ("batch", "tasks", "most"),
+    [(1, 2, None), (5, 2, None), (32, 1, None), (33, 1, None), (70, 1, None), (1, 2, 3), (5, 2, 3), (33, 1, 8)],
+)
+def test_the_longest_sequences_come_first(batch, tasks, most):
     """Each of their pieces once, behind so many of other sequences; and none behind the last."""
     triton = pytest.importorskip("triton")
     import triton.language as tl
@@ -289,11 +291,11 @@ def test_the_longest_sequences_come_first(batch, most):
         wanted, before = [], 0
         for sequence in blocks.argsort(descending=True, stable=True).tolist():
             pieces = 1 if most is None else -(-int(blocks[sequence]) // most)
-            wanted += [[sequence, inside, before] for inside in range(2 * pieces)]
+            wanted += [[sequence, inside, before] for inside in range(tasks * pieces)]
             before += pieces
         found = torch.full((len(wanted) + 2, 3), -1, dtype=INT)
         functions = shares.longest_first, shares.pieces_before
-        kernel[(len(found),)](found, lengths.to(INT), batch, 2, *functions, triton.next_power_of_2(batch), most)
+        kernel[(len(found),)](found, lengths.to(INT), batch, tasks, *functions, triton.next_power_of_2(batch), most)
         assert found[:-2].tolist() == wanted
         assert found[-2:, 0].tolist() == [batch] * 2
 

@@ -192,9 +192,9 @@ def decode_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """An equal share of a line of key blocks, of those of `width` lines: grid (programs,); without SHARED one task:
-    grid (B * Hk * blocks of rows,). IN_ORDER: those of the longest sequences come first. SPLIT: one piece of a task, in
-    order: grid (tasks and as many more,), of which each has an equal share at least if tasks are longer.
-    LINE_EACH: there are as many lines as a sequence has tasks. SUMS: of a row, as `softmax_step` keeps them.
+    grid (B * Hk * blocks of rows,). IN_ORDER: those of the longest sequences come first. SPLIT: in that order, a piece
+    of one, if it is longer than an equal share for each program that runs at once: grid (tasks + these,). LINE_EACH:
+    there are as many lines as a sequence has tasks. SUMS: of a row, as `softmax_step` keeps them.
 
     `places` are pages, or rows of the cache, or None: sequence b has row b. stride_vs is None where it is stride_ks:
     the offsets of a tile's keys then take registers once. Of parts, acc is (2 * programs, TILE_M, DV), and sums, m and

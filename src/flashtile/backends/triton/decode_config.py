@@ -122,7 +122,7 @@ def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
 
 def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     """The load in which programs have a task each, by how many of them a multiprocessor has, if that is better than
-    equal shares, as nothing is merged and no sequence looked for; or a task or a piece of one. None if not.
+    equal shares, as nothing is merged and no sequence looked for; or split, as `are_split` says. None if not.
 
     Where sequences are alike that is if they run in one round, most of it used, or half if they are short and of 16
     rows, but at D 256, or in several, as `many_rounds` says; in 16 bits.

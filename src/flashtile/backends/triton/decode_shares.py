@@ -175,11 +175,10 @@ def longest_first(
         )  # fmt: skip
         longest = tl.maximum(longest, blocks)
         fewest = tl.minimum(fewest, tl.where(blocks > 0, blocks, NONE))
-    least = tl.min(fewest, 0)  # what is looked for is between these
-    end = tl.max(longest, 0)
-    before = end * 0  # pieces of sequences of more than `end`
-    while least < end:
-        middle = (least + end + 1) // 2
+    low, high = tl.min(fewest, 0), tl.max(longest, 0)  # what is looked for is between these
+    before = high * 0  # pieces of sequences of more than `high`
+    while low < high:
+        middle = (low + high + 1) // 2
         pieces = tl.zeros([LANES], tl.int32)
         for first in tl.static_range(0, TILE_B, LANES):
             blocks = blocks_from(
@@ -189,16 +188,16 @@ def longest_first(
             pieces += tl.where(blocks >= middle, tasks * pieces_of(blocks, most), 0)
         n_pieces = tl.sum(pieces, 0)
         if n_pieces > rank:
-            least = middle
+            low = middle
         else:
-            end = middle - 1
+            high = middle - 1
             before = n_pieces
-    of_sequence = tasks * pieces_of(least, most)
+    of_sequence = tasks * pieces_of(low, most)
     place = (rank - before) // of_sequence  # among sequences of as many blocks
     found = tl.zeros([LANES], tl.int32)
-    passed = end * 0
+    passed = high * 0
     for first in tl.static_range(0, TILE_B, LANES):
-        as_long = least == blocks_from(
+        as_long = low == blocks_from(
             first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
             LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
