@@ -114,7 +114,7 @@ def test_decode_tiles_of_every_head_dim_compile_fit_and_do_not_spill(page_size, 
 def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, heads_k, capacity, page_size, arch):
     """Loads are by tasks, and bytes: of heads of 64 keys may be twice as many, and pages hold twice as many. Where
     lengths are on the device all but those of whole tasks are merged. Only those of 128 are split."""
-    for dim, times in ((128, 1), (64, 2))[: 1 if load == "split" else 2]:
+    for dim, times in ((128, 1),) if load == "split" else ((128, 1), (64, 2)):
         case = spec((1, capacity * times), (32, heads_k), (dim, dim), BF16, batch=batch)
         call = cached_call(case, BF16, page_size * times)
         assert decode_config.load_of(call, 132) == load

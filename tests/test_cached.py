@@ -259,7 +259,7 @@ def test_shares_of_a_line_are_even_and_have_each_block_once(n_shares, least):
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("batch", "tasks", "most"),
-    [(1, 2, None), (5, 2, None), (32, 1, None), (33, 1, None), (70, 1, None), (1, 2, 3), (5, 2, 3), (33, 1, 8)],
+    [(1, 2, None), (5, 2, None), (32, 1, None), (33, 1, None), (100, 1, None), (1, 2, 3), (5, 2, 3), (33, 1, 8)],
 )
 def test_the_longest_sequences_come_first(batch, tasks, most):
     """Each of their pieces once, behind so many of other sequences; and none behind the last."""

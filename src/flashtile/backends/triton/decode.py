@@ -10,7 +10,7 @@ the key heads of a sequence, which lie side by side in memory, are read at the s
 lies in one share is written at once, the others as parts: share n of a line has at most one part that began before it,
 kept in slot 2 n of the line, and one that goes on behind it, in slot 2 n + 1. `merge_kernel` finds them by the same
 arithmetic (decode_shares.py). A part is the state of the online softmax: sums not yet divided by l, and m and l.
-Without SHARED a program has one task, those of the longest sequences first if there is an ORDER; where there are no
+Without SHARED a program has one task, those of the longest sequences first if they are IN_ORDER; where there are no
 slots, as programs have whole tasks, nothing is merged.
 
 Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_size, Hk, D | Dv) · parts: acc
@@ -27,11 +27,11 @@ from .decode_shares import (
     key_blocks,
     longest_first,
     most_of_a_piece,
-    pieces_before,
     pieces_of,
+    pieces_of_task,
     places_of_line,
-    share_of_block,
     shares_of_line,
+    shares_of_task,
     span_of,
     start_of_share,
 )
@@ -436,33 +436,15 @@ def merge_kernel(
     _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
     _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
     if SPLIT:
-        most = most_of_a_piece(
-            tasks, n_shares - batches * tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q,
-            window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-        n_parts = pieces_of(blocks, most)
-        first_share = task * n_parts + tasks * pieces_before(
-            batch, blocks, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-            window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+        first_share, n_parts = pieces_of_task(
+            batch, task, blocks, tasks, n_shares - batches * tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new,
+            capacity, seqlen_q, window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
     else:
-        if seqlens_ptr is None and leftpad_ptr is None:
-            cost = 0
-            of_sequence = blocks * of_line
-            n_blocks = of_sequence * batches
-            begin = of_sequence * batch
-        else:
-            LANES: tl.constexpr = at_a_time(TILE_B)
-            n_blocks, cost, begin = places_of_line(
-                batch, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-                window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
-        if not LINE_EACH:
-            begin += task // width * (blocks + cost)
-        begin += cost
-        share, longer = shares_of_line(n_blocks, n_shares, least)
-        first_share = share_of_block(begin, share, longer)  # that has a part
-        n_parts = share_of_block(begin + blocks - 1, share, longer) - first_share + 1
+        first_share, n_parts = shares_of_task(
+            batch, task, blocks, of_line, width, n_shares, least, batches, seqlens_ptr, leftpad_ptr, seqlen_new,
+            capacity, seqlen_q, window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT, LINE_EACH,
+        )  # fmt: skip
     if n_parts == 1:
         if EARLY and tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()

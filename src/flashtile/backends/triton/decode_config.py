@@ -286,7 +286,8 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 # - (2, 128), 16 rows, with lengths, split, against shares (decode_pieces): 244.2 to 242.9 us at 64,32,8,4096, 245.9 to
 #   243.9 in pages of 256, ragged 129.1 to 127.4, 130.9 to 127.9 and, in pages of 16, 132.1 to 128.0; over 3k 182.2 to
 #   180.4, ragged 100.0 to 96.4, over 8k 477.9 to 479.8, ragged 248.4 to 246.8; two of 4k among 64 23.1 to 21.5; but
-#   229.4 to 231.5 at 60, ragged 189.2 to 191.1 at 96, 490 to 518 at 256; at D 64 242 to 249 over 8k, 475 to 494 at 16k.
+#   229.4 to 231.5 at 60, ragged 189.2 to 191.1 at 96, 490 to 518 at 256, 134.5 to 141.0 at 256 of 2 heads; at D 64 242
+#   to 249 over 8k, 475 to 494 over 16k.
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages

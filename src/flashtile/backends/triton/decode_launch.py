@@ -127,6 +127,11 @@ class DecodeSpec(NamedTuple):
         return self.tiles.programs if self.early and not self.one_block_each else 0
 
     @property
+    def shared(self) -> bool:
+        """Whether programs have shares of lines."""
+        return self.programs > 0 and not self.tiles.split
+
+    @property
     def split(self) -> bool:
         """Whether programs have pieces of tasks; these are whole if they are no longer than an equal share."""
         return self.tiles.split and self.programs > 0
@@ -236,7 +241,7 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
         triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
         of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
-        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums, spec.programs > 0 and not spec.split,
+        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums, spec.shared,
         spec.line_each, spec.in_order, spec.split, spec.early,
     )  # fmt: skip
     options = spec.tiles.options | ({} if spec.waits else spec.launch_options)

@@ -253,3 +253,48 @@ def share_of_block(block, share, longer):
     """Which share of a line has a block."""
     of_longer = longer * (share + 1)
     return block // (share + 1) if block < of_longer else longer + (block - of_longer) // share
+
+
+@triton.jit
+def shares_of_task(
+    batch, task, blocks, of_line, width, n_shares, least, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity,
+    seqlen_q, window_left, window_right, TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr,
+):  # fmt: skip
+    """(first, how many) shares of its line that have a part of a task of sequence `batch`, of so many key blocks, if
+    `of_line` of a sequence's tasks are in a line."""
+    if seqlens_ptr is None and leftpad_ptr is None:
+        cost = 0
+        of_sequence = blocks * of_line
+        n_blocks = of_sequence * batches
+        begin = of_sequence * batch
+    else:
+        LANES: tl.constexpr = at_a_time(TILE_B)
+        n_blocks, cost, begin = places_of_line(
+            batch, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+            window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+    if not LINE_EACH:
+        begin += task // width * (blocks + cost)
+    begin += cost
+    share, longer = shares_of_line(n_blocks, n_shares, least)
+    first = share_of_block(begin, share, longer)
+    return first, share_of_block(begin + blocks - 1, share, longer) - first + 1
+
+
+@triton.jit
+def pieces_of_task(
+    batch, task, blocks, tasks, at_once, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+    window_right, TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """(first, how many): the pieces of such a task among all, in the order of `longest_first`."""
+    most = most_of_a_piece(
+        tasks, at_once, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
+        TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    n_pieces = pieces_of(blocks, most)
+    first = task * n_pieces + tasks * pieces_before(
+        batch, blocks, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
+        window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    return first, n_pieces
