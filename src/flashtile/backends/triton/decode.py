@@ -11,7 +11,7 @@ lies in one share is written at once, the others as parts: share n of a line has
 kept in slot 2 n of the line, and one that goes on behind it, in slot 2 n + 1. `merge_kernel` finds them by the same
 arithmetic (decode_shares.py). A part is the state of the online softmax: sums not yet divided by l, and m and l.
 Without SHARED a program has one task, those of the longest sequences first if they are IN_ORDER; where there are no
-slots, as programs have whole tasks, nothing is merged.
+slots, as programs have whole tasks, nothing is merged. What a program does with its blocks is in decode_blocks.py.
 
 Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_size, Hk, D | Dv) · parts: acc
 (2 programs, TILE_M, Dv), m and l (TILE_M, 2 programs), float32 · out (B, Sq, Hq, Dv) · lse (B, Hq, Sq).
@@ -20,7 +20,7 @@ Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_
 import triton
 import triton.language as tl
 
-from ..append import page_of_keys
+from .decode_blocks import attend_blocks, head_of_task, normalized
 from .decode_shares import (
     at_a_time,
     begin_of_share,
@@ -33,63 +33,9 @@ from .decode_shares import (
     shares_of_line,
     shares_of_task,
     span_of,
+    spread,
     start_of_share,
 )
-from .tile import LN2, LOG2E, softmax_step, tanh
-
-EXPONENT = tl.constexpr(0x7F800000)  # the bits of a float32's
-FLOAT32_TINY = tl.constexpr(2.0**-126)
-
-
-@triton.jit
-def load_keys(
-    ptr, stride_b, stride_s, page, start, inside, PAGE_SIZE: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
-):
-    """(TILE_N, TILE_D) tile of K or V of one head, from token `start` of a row or page on, zero outside."""
-    token = tl.arange(0, inside.shape[0])
-    if PAGE_SIZE > 0:
-        token %= PAGE_SIZE
-    dims = tl.arange(0, TILE_D)
-    at = token[:, None] * stride_s + dims[None, :]  # the same in every block: worked out once, in 32 bits
-    mask = inside[:, None]
-    if D < TILE_D:
-        mask &= (dims < D)[None, :]
-    if page.type.is_block():
-        ptr += page[:, None] * stride_b
-    else:
-        ptr += page * stride_b + start.to(tl.int64) * stride_s
-    return tl.load(ptr + at, mask, 0.0)
-
-
-@triton.jit
-def as_float16(q):
-    """(rows of q times a power of two that puts their largest in 1 ... 2, as float16; what to multiply by afterwards).
-
-    For float8 keys: float16 holds those exactly, and one instruction makes two; bfloat16 takes more, and slower ones.
-    """
-    largest = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), 1), FLOAT32_TINY)
-    power = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
-    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
-
-
-@triton.jit
-def load_float8(
-    ptr, stride_b, stride_s, page, start, inside, PAGE_SIZE: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr
-):
-    """(even, odd): the even dims and the odd dims of a float8 `load_keys`, (TILE_N, TILE_D // 2) each, as float16.
-
-    A product wants two keys of one dim of V side by side. Pairs of dims are moved so like any 16-bit matrix, on their
-    way from shared memory to registers, which matrices of bytes cannot be; two keys' pairs are then four bytes of a
-    register, and one instruction sorts them. As float16 V would go back to shared memory first, at twice its size.
-    """
-    pairs_ptr = ptr.to(tl.pointer_type(tl.int16))
-    pairs = load_keys(pairs_ptr, stride_b // 2, stride_s // 2, page, start, inside, PAGE_SIZE, D // 2, TILE_D // 2)
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 sorted; .reg .b16 even, odd;"
-        " prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {even, odd}, sorted;"
-        " cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }",
-        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -103,74 +49,6 @@ def await_kernel_before(known, SHARED: tl.constexpr):
         tl.extra.cuda.gdc_wait()
     if SHARED:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def with_sink(acc, m, l, sink):
-    """A step of the online softmax by one more score of each row, which has no value."""
-    m_new = tl.maximum(m, sink)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp(m - shift)
-    return acc * alpha[:, None], m_new, l * alpha + tl.exp(sink - shift)
-
-
-@triton.jit
-def normalized(acc, m, l):
-    """(out, lse) of one row, or of each: acc and l are sums of exp(score - m); rows that have seen no key are zero."""
-    empty = l == 0
-    return acc * (1.0 / tl.where(empty, 1.0, l)), tl.where(empty, float("-inf"), m + tl.log(l))
-
-
-@triton.jit
-def head_of_task(task, m_blocks):
-    """(key head, block of rows): no division where a head has one block."""
-    head_k = task
-    m_block = task * 0
-    if m_blocks > 1:
-        head_k = task // m_blocks
-        m_block = task % m_blocks
-    return head_k, m_block
-
-
-@triton.jit
-def rows_of_task(head_k, m_block, group, seqlen_q, TILE_M: tl.constexpr):
-    """(query, head of q, whether there is one) of each row of a task."""
-    row = m_block * TILE_M + tl.arange(0, TILE_M)
-    query = row // group
-    return query, head_k.to(tl.int64) * group + row % group, query < seqlen_q
-
-
-@triton.jit
-def queries_of_task(
-    q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh, stride_slopes,
-    stride_k_descale, seqlen_q, group, softmax_scale,
-    D: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
-    BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """q (TILE_M, TILE_D), with PAIRS its even and its odd dims; of each row, (TILE_M,), what its scores are to be
-    multiplied by, its ALiBi slope in base 2 and its query; k's scale.
-    """
-    query, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
-    at = sequence.to(tl.int64) * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh
-    dims = tl.arange(0, TILE_D)
-    q = tl.load(q_ptr + (at[:, None] + dims[None, :]), here[:, None] & (dims < D)[None, :], 0.0)
-    k_scale = 1.0
-    if k_descale_ptr is not None:
-        k_scale = tl.load(k_descale_ptr + sequence * stride_k_descale + head_k)
-    if EXACT:
-        q *= softmax_scale * k_scale
-    if NEGATIVE:  # unit is positive: q carries the scale's sign
-        q = -q
-    power = tl.full([TILE_M], 1.0, tl.float32)
-    if BY_HALVES:
-        q, power = as_float16(q)
-    odd = q
-    if PAIRS:
-        q, odd = tl.split(q.reshape(TILE_M, TILE_D // 2, 2))
-    slope = tl.zeros([TILE_M], tl.float32)
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + sequence * stride_slopes + head, here, 0.0) * LOG2E
-    return q, odd, power, slope, query, k_scale
 
 
 @triton.jit(do_not_specialize=[
@@ -188,26 +66,19 @@ def decode_kernel(
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
     NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
-    SUMS: tl.constexpr, SHARED: tl.constexpr, LINE_EACH: tl.constexpr, IN_ORDER: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    SUMS: tl.constexpr, SHARED: tl.constexpr, LINE_EACH: tl.constexpr, WHOLE_IF_ALIKE: tl.constexpr,
+    IN_ORDER: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """An equal share of a line of key blocks, of those of `width` lines: grid (programs,); without SHARED one task:
     grid (B * Hk * blocks of rows,). IN_ORDER: those of the longest sequences come first. SPLIT: in that order, a piece
-    of one, if it is longer than an equal share for each program that runs at once: grid (tasks + these,). LINE_EACH:
-    there are as many lines as a sequence has tasks. SUMS: of a row, as `softmax_step` keeps them.
+    of one, if it is longer than an equal share for each program that runs at once: grid (tasks + these,).
+    WHOLE_IF_ALIKE: a task, or none, where all sequences turn out to have as many key blocks, by a loop of its own, as
+    each step of one that goes on to other tasks takes longer. LINE_EACH: there are as many lines as a sequence has
+    tasks. SUMS: of a row, as `softmax_step` keeps them.
 
     `places` are pages, or rows of the cache, or None: sequence b has row b. stride_vs is None where it is stride_ks:
     the offsets of a tile's keys then take registers once. Of parts, acc is (2 * programs, TILE_M, DV), and sums, m and
     l, (TILE_M, 2 * programs, 2).
-
-    There is one loop, over the blocks of a share whatever their tasks: the first blocks of a task are in flight while
-    the last of the task before are computed. That the compiler can pipeline it so rests on three things. All of where a
-    block lies is carried from the step before (sequence, head_k, m_block, first, n_keys, n_block, ends, page) and moves
-    on, but behind the last, in an `if` apart from those that store a task and load q, which are behind products. No
-    value is carried for two steps: hence goes_on, not the `ends` of the step before. And the first q is loaded before
-    the loop: were it zeros there, a task's q would lie in registers as a product takes it, and they are few. Without
-    SHARED no task follows; what loads its q keeps the first one's from being awaited before the first blocks are asked
-    for.
     """
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks
@@ -216,6 +87,18 @@ def decode_kernel(
     line, rank = program % width, program // width
     of_line = 1 if LINE_EACH else tasks // width  # of a sequence's tasks, those in a line
     alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
+    given = (
+        q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr
+    )  # fmt: skip
+    strides = (
+        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
+        stride_slopes, stride_k_descale, stride_v_descale,
+    )  # fmt: skip
+    shape = (
+        batches, seqlen_q, heads_k, group, m_blocks, tasks, seqlen_new, capacity, width, softmax_scale, unit, cap_in,
+        window_left, window_right,
+    )  # fmt: skip
+    results = acc_parts_ptr, sums_parts_ptr, out_ptr, lse_ptr
     if EARLY and not alike:
         await_kernel_before(n_shares, SHARED or SPLIT)
     if SHARED:
@@ -231,6 +114,22 @@ def decode_kernel(
                 0, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
                 window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
+            if WHOLE_IF_ALIKE and cost == 0:
+                task, here = spread(program, tl.num_programs(0), batches * tasks)
+                if here:
+                    sequence = task // tasks
+                    first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+                    n_block, steps = key_blocks(
+                        n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
+                    )  # fmt: skip
+                    head_k, m_block = head_of_task(task % tasks, m_blocks)
+                    attend_blocks(
+                        given, (None, None, out_ptr, lse_ptr), strides, shape, sequence, 0, head_k, m_block, first,
+                        n_keys, 0, n_block, n_block + steps, steps, line, rank, n_shares, D, DV, TILE_D, TILE_DV,
+                        TILE_M, TILE_N, PAGE_SIZE, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT, NEGATIVE, BY_HALVES, PAIRS,
+                        SUMS, False, LINE_EACH, False,
+                    )  # fmt: skip
+                return
         share, longer = shares_of_line(n_blocks, n_shares, least)
         position = begin_of_share(rank, share, longer)
         stop = tl.minimum(begin_of_share(rank + 1, share, longer), n_blocks)
@@ -283,120 +182,11 @@ def decode_kernel(
     n_end = n_first + blocks
     if EARLY and alike:
         await_kernel_before(n_end, SHARED)
-    page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
-    stride_vs = stride_ks if stride_vs is None else stride_vs
-    q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
-        q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh,
-        stride_slopes, stride_k_descale, seqlen_q, group, softmax_scale,
-        D, TILE_D, TILE_M, EXACT, NEGATIVE, BY_HALVES, PAIRS,
+    attend_blocks(
+        given, results, strides, shape, sequence, task, head_k, m_block, first, n_keys, begin, n_block, n_end, steps,
+        line, rank, n_shares, D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, PAGE_SIZE, HAS_LEFT, HAS_RIGHT, SOFTCAP,
+        EXACT, NEGATIVE, BY_HALVES, PAIRS, SUMS, SHARED, LINE_EACH, EARLY and not (SHARED or SPLIT),
     )  # fmt: skip
-    dims_v = tl.arange(0, TILE_DV)
-    acc = tl.zeros([TILE_M, TILE_DV // 2 if PAIRS else TILE_DV], tl.float32)
-    if PAIRS:  # even dims are in q, k, v, acc
-        acc_odd = acc
-    m = tl.full([TILE_M], float("-inf"), tl.float32)
-    l = tl.zeros([TILE_M, SUMS], tl.float32)
-    goes_on = True  # the task of the block before; a task begins where it does not
-    ends = n_block + 1 == n_end
-    for step in range(steps):
-        if not goes_on:
-            q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
-                q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh,
-                stride_slopes, stride_k_descale, seqlen_q, group, softmax_scale,
-                D, TILE_D, TILE_M, EXACT, NEGATIVE, BY_HALVES, PAIRS,
-            )  # fmt: skip
-            acc = tl.zeros_like(acc)
-            if PAIRS:
-                acc_odd = tl.zeros_like(acc)
-            m = tl.full([TILE_M], float("-inf"), tl.float32)
-            l = tl.zeros_like(l)
-        base_2 = unit  # scores in base 2 are s * base_2
-        if not EXACT and not SOFTCAP:
-            base_2 = unit * k_scale
-        s_unit = base_2 if slopes_ptr is None else 1.0
-        keys = n_block * TILE_N + tl.arange(0, TILE_N)
-        inside = keys < n_keys
-        diagonal = (query + (n_keys - seqlen_q))[:, None]
-        start = n_block * TILE_N % PAGE_SIZE if PAGE_SIZE > 0 else first + n_block * TILE_N
-        k_head = k_ptr + head_k.to(tl.int64) * stride_kh
-        if PAIRS:
-            k, k_odd = load_float8(k_head, stride_kb, stride_ks, page, start, inside, PAGE_SIZE, D, TILE_D)
-            s = tl.dot(q, tl.trans(k))
-            s = tl.dot(q_odd, tl.trans(k_odd), s)
-        else:
-            k = load_keys(k_head, stride_kb, stride_ks, page, start, inside, PAGE_SIZE, D, TILE_D)
-            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (TILE_M, TILE_N)
-        if BY_HALVES:
-            s *= q_scale[:, None]
-        if SOFTCAP:
-            s = tanh(s * (cap_in * k_scale))
-        if slopes_ptr is not None:
-            s = s * base_2 - slope[:, None] * tl.abs(diagonal - keys[None, :]).to(tl.float32)
-        seen = inside[None, :]
-        if HAS_LEFT:
-            seen &= keys[None, :] >= diagonal - window_left
-        if HAS_RIGHT:
-            seen &= keys[None, :] <= diagonal + window_right
-        p, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), s_unit, m, l, EXACT)
-        p = p.to(q.dtype)
-        v_head = v_ptr + head_k.to(tl.int64) * stride_vh
-        if PAIRS:
-            v, v_odd = load_float8(v_head, stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV)
-            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
-        else:
-            v = load_keys(v_head, stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV).to(q.dtype)
-        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
-
-        if ends | (step + 1 == steps):
-            if EARLY and not (SHARED or SPLIT):
-                # not before: the next kernel's programs would crowd where the first of these end
-                tl.extra.cuda.gdc_launch_dependents()
-            acc_end = tl.interleave(acc, acc_odd) if PAIRS else acc
-            m_end = m if EXACT and slopes_ptr is None else m * (s_unit * LN2)
-            l_end = tl.sum(l, 1)
-            if v_descale_ptr is not None:
-                acc_end *= tl.load(v_descale_ptr + sequence * stride_v_descale + head_k)
-            if sinks_ptr is not None:
-                _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
-                sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
-                sink = tl.where(begin == 0, sink, float("-inf"))  # in one part of a task
-                acc_end, m_end, l_end = with_sink(acc_end, m_end, l_end, sink)
-            if acc_parts_ptr is None or (ends & (begin == 0)):
-                _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
-                stored = here[:, None] & (dims_v < DV)[None, :]
-                out, lse = normalized(acc_end, m_end[:, None], l_end[:, None])
-                out_at = ((sequence.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
-                tl.store(out_ptr + (out_at[:, None] + dims_v[None, :]), out.to(out_ptr.dtype.element_ty), stored)
-                lse_at = (sequence.to(tl.int64) * heads_k * group + head) * seqlen_q + query
-                tl.store(lse_ptr + lse_at[:, None], lse, here[:, None])
-            else:
-                row = tl.arange(0, TILE_M)
-                here = row < seqlen_q * group - m_block * TILE_M
-                stored = here[:, None] & (dims_v < DV)[None, :]
-                slot = (2 * (line * n_shares + rank) + (begin == 0)).to(tl.int64)
-                acc_at = slot * (TILE_M * DV)
-                tl.store(acc_parts_ptr + acc_at + (row[:, None] * DV + dims_v[None, :]), acc_end, stored)
-                sums_ptr = sums_parts_ptr + 2 * (row.to(tl.int64) * (2 * tl.num_programs(0)) + slot)
-                tl.store(sums_ptr, m_end, here)
-                tl.store(sums_ptr + 1, l_end, here)
-
-        n_block += 1
-        goes_on = not ends
-        if SHARED and (ends & (step + 1 < steps)):
-            begin = 0
-            task += width
-            if LINE_EACH or task >= tasks:
-                task -= tasks
-                sequence = tl.minimum(sequence + 1, batches - 1)  # there is one; so written, 32 rows do not spill
-            head_k, m_block = head_of_task(task, m_blocks)
-            first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-            n_block, blocks = key_blocks(
-                n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
-            )  # fmt: skip
-            n_end = n_block + blocks
-        ends = n_block + 1 == n_end
-        # the next block's: read in its own step it would halve the blocks in flight
-        page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
 
 
 @triton.jit(do_not_specialize=[
@@ -408,7 +198,8 @@ def merge_kernel(
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, width, least, window_left, window_right,
     DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr, WHOLE_IF_ALIKE: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """DIMS of out, and lse, of one row, where its task was split, from PARTS of its parts at a time: grid
     (B * Hq * Sq * blocks of DIMS,).
@@ -444,6 +235,7 @@ def merge_kernel(
         first_share, n_parts = shares_of_task(
             batch, task, blocks, of_line, width, n_shares, least, batches, seqlens_ptr, leftpad_ptr, seqlen_new,
             capacity, seqlen_q, window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT, LINE_EACH,
+            WHOLE_IF_ALIKE,
         )  # fmt: skip
     if n_parts == 1:
         if EARLY and tl.program_id(0) == 0:

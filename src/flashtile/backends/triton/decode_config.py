@@ -18,7 +18,8 @@ class DecodeTiles:
     """Blocks of tile_n keys on num_warps warps, num_stages deep in flight, `programs` of them on a multiprocessor.
 
     least: blocks of a program's share, below which more programs are not worth what merging costs. whole: programs have
-    no shares, but a task each; split: or a piece of one, if it is longer than an equal share.
+    no shares, but a task each; split: or a piece of one, if it is longer than an equal share. whole_if_alike: a task
+    each only where all sequences turn out to be as long, which the device finds out.
     """
 
     tile_n: int
@@ -28,6 +29,7 @@ class DecodeTiles:
     least: int
     whole: bool = False
     split: bool = False
+    whole_if_alike: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tile_n", "num_warps"):
@@ -76,7 +78,7 @@ def tasks_of(spec: AttentionSpec) -> int:
 
 
 ROUND = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}  # programs of a multiprocessor, which have a task each
-LOADS = ("short", "scattered", *ROUND, "split", "few", "even", "many")
+LOADS = ("short", "scattered", *ROUND, "split", "one_if_alike", "few", "even", "many")
 BLOCK = 32 << 10  # bytes of K and V of a block of those of many
 SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
 PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
@@ -101,8 +103,8 @@ def bytes_of_a_task(call: CachedCall) -> int:
 def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
     """Short: at most so many bytes, by the cache's capacity; else one to eight, or split, as `whole_tasks` says, unless
     more splits are asked for; else scattered over pages smaller than a block of many; else few tasks, or long ones, or
-    plenty that are known to be alike, whose blocks are twice as large; else so many that whole ones fill a GPU evenly;
-    else many."""
+    plenty that are known to be alike, whose blocks are twice as large, or one_if_alike, if a whole one for each
+    multiprocessor would use most of them; else so many that whole ones fill a GPU evenly; else many."""
     tasks, page_size = tasks_of(call.spec), call.cache.page_size or MOST_KEYS
     block = BLOCK // (2 * padded_dim(call.spec) * call.cache.k.dtype.itemsize)  # keys
     if tasks * bytes_of_a_task(call) <= SHORT * multiprocessors:
@@ -115,7 +117,8 @@ def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
         return whole
     plenty = call.cache.alike and tasks * bytes_of_a_task(call) >= PLENTY * multiprocessors
     if page_size >= 2 * block and (tasks <= multiprocessors or bytes_of_a_task(call) >= LONG or plenty):
-        return "few"
+        may_be_whole = num_splits < 2 and not call.cache.alike and tasks >= MOST_OF_A_LONG_ROUND * multiprocessors
+        return "one_if_alike" if may_be_whole and tasks <= multiprocessors else "few"
     most = EVEN * multiprocessors
     return "even" if enough(shares_of_whole_tasks(tasks, most), most) else "many"
 
@@ -319,6 +322,7 @@ def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] 
         "two": DecodeTiles(block, 4, 3, 2, 1, whole=True), "three": DecodeTiles(block, 4, 3, 3, 1, whole=True),
         "four": DecodeTiles(block // 2, 2, 3, 4, 1, whole=True),
         "eight": DecodeTiles(max(block // 4, 16), 1, 3, 8, 1, whole=True),
+        "one_if_alike": DecodeTiles(2 * block, 8, 3, 1, 1, whole_if_alike=True),
     }  # fmt: skip
     return tiles | dict.fromkeys(("split", *as_many), tiles["many"]) | dict.fromkeys(as_two, tiles["two"]) | others
 

@@ -132,6 +132,11 @@ class DecodeSpec(NamedTuple):
         return self.programs > 0 and not self.tiles.split
 
     @property
+    def whole_if_alike(self) -> bool:
+        """Whether programs have whole tasks, not shares, where all sequences turn out to have as many key blocks."""
+        return self.tiles.whole_if_alike and self.shared and self.merges and self.tasks <= self.programs
+
+    @property
     def split(self) -> bool:
         """Whether programs have pieces of tasks; these are whole if they are no longer than an equal share."""
         return self.tiles.split and self.programs > 0
@@ -242,7 +247,7 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
         of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
         k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums, spec.shared,
-        spec.line_each, spec.in_order, spec.split, spec.early,
+        spec.line_each, spec.whole_if_alike, spec.in_order, spec.split, spec.early,
     )  # fmt: skip
     options = spec.tiles.options | ({} if spec.waits else spec.launch_options)
     call = call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options)
@@ -257,8 +262,8 @@ def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     scalars = (
         spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width,
         spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims, triton.next_power_of_2(of.batch),
-        tile_m(of), spec.tiles.tile_n, of.window_left >= 0, of.window_right >= 0, spec.line_each, spec.split,
-        spec.early,
+        tile_m(of), spec.tiles.tile_n, of.window_left >= 0, of.window_right >= 0, spec.line_each,
+        spec.whole_if_alike, spec.split, spec.early,
     )  # fmt: skip
     grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
     options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options

@@ -243,6 +243,14 @@ def shares_of_line(n_blocks, n_shares, least):
 
 
 @triton.jit
+def spread(program, programs, tasks):
+    """(task, whether there is one) of a program, where there are no more tasks than programs: evenly spread over them,
+    as programs beside one another share what leads to memory."""
+    task = program * tasks // programs
+    return task, (program + 1) * tasks // programs > task
+
+
+@triton.jit
 def begin_of_share(rank, share, longer):
     """The first block of a share of a line."""
     return rank * share + min(rank, longer)
@@ -259,7 +267,7 @@ def share_of_block(block, share, longer):
 def shares_of_task(
     batch, task, blocks, of_line, width, n_shares, least, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity,
     seqlen_q, window_left, window_right, TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr, WHOLE_IF_ALIKE: tl.constexpr,
 ):  # fmt: skip
     """(first, how many) shares of its line that have a part of a task of sequence `batch`, of so many key blocks, if
     `of_line` of a sequence's tasks are in a line."""
@@ -277,6 +285,8 @@ def shares_of_task(
     if not LINE_EACH:
         begin += task // width * (blocks + cost)
     begin += cost
+    if WHOLE_IF_ALIKE and cost == 0:
+        least = blocks
     share, longer = shares_of_line(n_blocks, n_shares, least)
     first = share_of_block(begin, share, longer)
     return first, share_of_block(begin + blocks - 1, share, longer) - first + 1
