@@ -108,7 +108,9 @@ def test_decode_tiles_of_every_head_dim_compile_fit_and_do_not_spill(page_size, 
      ("few", 8, 8, 32768, 128), ("few", 64, 8, 16384, 0), ("few", 1, 1, 65536, 0), ("two", 64, 8, 1024, 0),
      ("split", 64, 8, 4096, 0), ("split", 64, 8, 4096, 16), ("split", 64, 8, 4096, 256), ("split", 128, 4, 8192, 0),
      ("even", 64, 8, 16384, 64), ("three", 96, 8, 1024, 0), ("even", 512, 1, 2048, 0), ("one", 16, 8, 1024, 0),
-     ("many", 16, 8, 1024, 64), ("few", 16, 8, 2048, 0), ("three", 160, 8, 1024, 0), ("three", 320, 1, 1024, 64),
+     ("many", 16, 8, 1024, 64), ("few", 11, 8, 2048, 0), ("three", 160, 8, 1024, 0), ("three", 320, 1, 1024, 64),
+     ("one_if_alike", 12, 8, 2048, 0), ("one_if_alike", 16, 8, 8192, 256), ("one_if_alike", 132, 1, 4096, 0),
+     ("few", 17, 8, 4096, 0),
      ("scattered", 32, 8, 1024, 16), ("three", 48, 8, 1024, 16), ("four", 128, 8, 2048, 0), ("many", 20, 8, 1024, 0)],
 )  # fmt: skip
 def test_decode_tiles_of_every_load_compile_fit_and_do_not_spill(load, batch, heads_k, capacity, page_size, arch):

@@ -219,6 +219,40 @@ def test_tasks_longer_than_an_equal_share_are_split(window, lengths, monkeypatch
         torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
 
 
+ALIKE = {"as long": [272] * 4, "as many blocks": [272, 257, 260, 271], "empty": [0] * 4, "ragged": [272, 1, 100, 17]}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("lengths", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize("left", [-1, 40], ids=["full", "window"])
+def test_tasks_are_whole_where_all_have_as_many_blocks_and_programs_share_them_elsewhere(left, lengths, monkeypatch):
+    """8 tasks for 12 programs: the result of a whole one is what it is if no task is split, to the last bit."""
+    from flashtile.backends.triton import decode_launch
+    from flashtile.backends.triton.decode_config import DecodeTiles
+
+    monkeypatch.setattr(decode_launch, "choose", lambda *_: DecodeTiles(16, 1, 1, 12, 1, whole_if_alike=True))
+    torch.manual_seed(0)
+    q, k, v = (normal(4, *shape, dtype=FLOAT) for shape in ((1, 4, D), (272, 2, D), (272, 2, DV)))
+    settings = {"cache_seqlens": torch.tensor(lengths, dtype=INT), "window_size": (left, 0), "return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(q, k, v, **settings)
+    for b, n in enumerate(lengths):
+        wanted, wanted_lse = attention(*(x[b].double() for x in (q, k[:, :n], v[:, :n])), window_size=(left, 0))
+        torch.testing.assert_close(out[b].double(), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[b].double(), wanted_lse, rtol=0, atol=1e-5)
+    unsplit, unsplit_lse = flash_attn_with_kvcache(q, k, v, num_splits=1, **settings)
+    firsts = [0 if left < 0 else max(n - 1 - left, 0) // 16 for n in lengths]
+    are_whole = len({-(-n // 16) - first for n, first in zip(lengths, firsts, strict=True)}) == 1
+    assert (torch.equal(out, unsplit) and torch.equal(lse, unsplit_lse)) == are_whole
+
+
+@pytest.mark.parametrize(("programs", "tasks"), [(128, 96), (128, 112), (132, 93), (132, 132), (12, 8)])
+def test_few_tasks_are_spread_over_programs_in_order_and_no_two_without_one_are_neighbours(programs, tasks):
+    shares = importlib.import_module("flashtile.backends.triton.decode_shares")
+    spread = [shares.spread.fn(program, programs, tasks) for program in range(programs)]
+    assert [task for task, here in spread if here] == list(range(tasks))
+    assert all(here or next_here for (_, here), (_, next_here) in itertools.pairwise(spread))
+
+
 EMPTY = {"no sequence": (0, 4, 4, 8), "no query": (2, 0, 4, 8), "no new key": (2, 4, 0, 8), "no room": (2, 4, 0, 0)}
 
 
