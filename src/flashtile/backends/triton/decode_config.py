@@ -291,6 +291,11 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   180.4, ragged 100.0 to 96.4, over 8k 477.9 to 479.8, ragged 248.4 to 246.8; two of 4k among 64 23.1 to 21.5; but
 #   229.4 to 231.5 at 60, ragged 189.2 to 191.1 at 96, 490 to 518 at 256, 134.5 to 141.0 at 256 of 2 heads; at D 64 242
 #   to 249 over 8k, 475 to 494 over 16k.
+# - One task for each multiprocessor, whole if alike, against shares (decode_whole_if_alike): (2, 128) 29.7 to 26.7 us
+#   at 12,32,8,2048, 51.5 to 48.4 at 12,32,8,4096, 109.4 to 106.5 at 14,32,8,8192, 44.2 to 46.5 at 10,32,8,4096; on 4
+#   warps 94 to 112 at 12,32,8,8192. 32 rows 36.4 to 33.9 at 100,32,1,2048. (2, 64) 57.9 to 54.7 at 13,32,8,8192, where
+#   tasks that are known to be whole take less on 4 warps, but with both loops those spill. (2, 256) 52.9 to 50.4 at
+#   12,32,8,2048. On the tiles of one, for those of few, ragged ones in shares take -2 to +1 %.
 # - (1, 128), 16 rows: 64 keys on 2 warps, which meet at fewer barriers, 4 programs. At 8,32,8,32768 they take 132.8 us,
 #   128 keys on 4 warps, 2 programs 137.1, six others 139 to 231, at 64,32,8,4096 126.7 to 138 and more
 #   (decode_tiles_flat_loop in hopper-runs-h200.json). With a loop for each task the former took 144 us to 153 in pages
