@@ -114,7 +114,7 @@ def decode_kernel(
                 0, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
                 window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
             )  # fmt: skip
-            if WHOLE_IF_ALIKE and cost == 0:
+            if WHOLE_IF_ALIKE and cost == 0:  # all have as many blocks
                 task, here = spread(program, tl.num_programs(0), batches * tasks)
                 if here:
                     sequence = task // tasks
