@@ -142,7 +142,8 @@ def attend_blocks(
     """Blocks n_block, n_block + 1 ... of a task of `sequence`, whose last is the one before n_end, and whose keys begin
     at token `first`; with SHARED then those of the tasks that follow in the line: `steps` in all. Whole tasks go to out
     and lse, others to the parts of share `rank` of the line, of n_shares. begin: blocks of the task that are others'.
-    STARTS_NEXT: behind its last block it lets the next kernel start.
+    given, results, strides, shape: of what `decode_kernel` takes, in this order. STARTS_NEXT: behind its last block it
+    lets the next kernel start.
 
     The first blocks of a task are in flight while the last of the task before are computed. That the compiler can
     pipeline it so rests on three things. All of where a block lies is carried from the step before (sequence, head_k,
