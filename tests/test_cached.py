@@ -437,7 +437,7 @@ def test_rows_of_float16_are_what_they_stand_for():
     triton = pytest.importorskip("triton")
     import triton.language as tl
 
-    from flashtile.backends.triton.decode import as_float16
+    from flashtile.backends.triton.decode_blocks import as_float16
 
     @triton.jit
     def kernel(x_ptr, rows_ptr, powers_ptr, as_float16: tl.constexpr):
