@@ -117,8 +117,8 @@ def load_of(call: CachedCall, multiprocessors: int, num_splits: int = 0) -> str:
         return whole
     plenty = call.cache.alike and tasks * bytes_of_a_task(call) >= PLENTY * multiprocessors
     if page_size >= 2 * block and (tasks <= multiprocessors or bytes_of_a_task(call) >= LONG or plenty):
-        may_be_whole = num_splits < 2 and not call.cache.alike and tasks >= MOST_OF_A_LONG_ROUND * multiprocessors
-        return "one_if_alike" if may_be_whole and tasks <= multiprocessors else "few"
+        fill_most = MOST_OF_A_LONG_ROUND * multiprocessors <= tasks <= multiprocessors
+        return "one_if_alike" if fill_most and num_splits < 2 and not call.cache.alike else "few"
     most = EVEN * multiprocessors
     return "even" if enough(shares_of_whole_tasks(tasks, most), most) else "many"
 

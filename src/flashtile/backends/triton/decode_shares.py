@@ -286,7 +286,7 @@ def shares_of_task(
         begin += task // width * (blocks + cost)
     begin += cost
     if WHOLE_IF_ALIKE and cost == 0:
-        least = blocks
+        least = blocks  # a share is a task
     share, longer = shares_of_line(n_blocks, n_shares, least)
     first = share_of_block(begin, share, longer)
     return first, share_of_block(begin + blocks - 1, share, longer) - first + 1
