@@ -148,6 +148,14 @@ def test_tasks_have_as_many_programs_each_or_these_tasks_if_hardly_any_is_left_o
     assert decode_launch.shares_for(tasks, 132) == programs
 
 
+@pytest.mark.parametrize("batch", [12, 14, 15, 16])
+def test_programs_that_may_have_whole_tasks_or_none_are_as_many_as_run(batch):
+    call = cached_call(spec((1, 4096), (32, 8), (128, 128), BF16, batch=batch), BF16, page_size=0)
+    launched = decode_launch.decode_spec(call, 0, "sm_90", 132)
+    assert launched.whole_if_alike
+    assert launched.programs == 128
+
+
 @pytest.mark.parametrize(("tasks", "width"), [(1, 1), (7, 7), (8, 8), (40, 10), (131, 131), (254, 127)])
 def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a_sixteenth(tasks, width):
     assert decode_launch.width_for(tasks, 132) == width
@@ -156,11 +164,12 @@ def test_tasks_of_a_sequence_lie_in_as_many_lines_as_have_programs_for_all_but_a
 @pytest.mark.parametrize(
     ("load", "batch", "heads_k", "capacity", "programs"),
     [("few", 8, 8, 1024, 128), ("one", 9, 8, 1024, 0), ("few", 9, 8, 3072, 128), ("one", 10, 8, 3072, 0),
-     ("one", 16, 8, 1024, 0), ("two", 18, 8, 512, 0), ("two", 18, 8, 1024, 0), ("few", 18, 8, 2048, 128),
-     ("two", 24, 8, 1024, 0), ("two", 32, 8, 1024, 0), ("two", 32, 8, 2048, 0), ("four", 36, 8, 1024, 0),
+     ("one_filled", 16, 8, 1024, 0), ("two", 18, 8, 512, 0), ("two", 18, 8, 1024, 0), ("few", 18, 8, 2048, 128),
+     ("two", 24, 8, 1024, 0), ("two_filled", 32, 8, 2048, 0), ("two", 33, 8, 1024, 0), ("four", 36, 8, 1024, 0),
      ("few", 36, 8, 2048, 128), ("four", 64, 8, 3072, 0), ("eight", 72, 8, 1024, 0), ("eight", 96, 8, 1024, 0),
      ("many", 140, 1, 512, 264), ("three", 200, 8, 3072, 0), ("few", 11, 8, 4096, 128), ("one", 12, 8, 4096, 0),
-     ("few", 22, 8, 4096, 128), ("two", 24, 8, 4096, 0), ("few", 44, 8, 4096, 120), ("one", 48, 8, 4096, 0),
+     ("one", 13, 8, 4096, 0), ("one_filled", 14, 8, 4096, 0), ("few", 22, 8, 4096, 128), ("two", 26, 8, 4096, 0),
+     ("two_filled", 28, 8, 4096, 0), ("few", 44, 8, 4096, 120), ("one", 48, 8, 4096, 0),
      ("two", 64, 8, 4096, 0), ("few", 88, 8, 4096, 120)],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [None, 1000], ids=["the whole cache", "one number for all"])

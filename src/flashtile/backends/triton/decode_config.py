@@ -78,7 +78,7 @@ def tasks_of(spec: AttentionSpec) -> int:
 
 
 ROUND = {"one": 1, "two": 2, "three": 3, "four": 4, "eight": 8}  # programs of a multiprocessor, which have a task each
-LOADS = ("short", "scattered", *ROUND, "split", "one_if_alike", "few", "even", "many")
+LOADS = ("short", "scattered", *ROUND, "one_filled", "two_filled", "split", "one_if_alike", "few", "even", "many")
 BLOCK = 32 << 10  # bytes of K and V of a block of those of many
 SHORT = 4 * BLOCK  # of all tasks for each multiprocessor
 PLENTY = 10 * BLOCK  # of all tasks for each multiprocessor
@@ -86,6 +86,7 @@ LONG = 64 * BLOCK  # of a task, from which on a multiprocessor's one program may
 UNEVEN = 16 * BLOCK  # of a task, for each round of two, up to which one that is longer than others keeps no GPU waiting
 HALF_A_ROUND, MOST_OF_A_ROUND, MOST_OF_THE_LAST = 0.51, 0.6, 0.65  # whole tasks, of those that a GPU runs at once
 MOST_OF_A_LONG_ROUND, NEARLY_ALL_OF_ROUNDS = 0.7, 0.9  # the same of long ones, in one round and in several
+FILLED = 0.8  # the same of one round, from which on, but for a full one, less in flight is better
 FULL_ROUNDS = 0.95  # the same of two rounds of two, in which long ones are split
 MOST_SPLIT, LONGEST_SPLIT = 128, 128 * BLOCK  # sequences, and bytes of a task, up to which that is so
 HARDLY_BEGUN, NEARLY_FULL, MOST_OF_TWO = 0.05, 0.9, 0.7  # of short ones, of the last round of many of three, or two
@@ -128,7 +129,8 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     equal shares, as nothing is merged and no sequence looked for; or split, as `are_split` says. None if not.
 
     Where sequences are alike that is if they run in one round, most of it used, or half if they are short and of 16
-    rows, but at D 256, or in several, as `many_rounds` says; in 16 bits.
+    rows, but at D 256, or in several, as `many_rounds` says; in 16 bits. A round of one or two that is filled, but not
+    quite, has tiles of its own.
     """
     tasks, size, few_rows = tasks_of(call.spec), bytes_of_a_task(call), tile_m(call.spec) == ROWS[0]
     most_of = {load: n * multiprocessors for load, n in ROUND.items()}
@@ -138,6 +140,9 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     if not call.cache.alike:
         whole = tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
         return whole or ("split" if are_split(call, tasks, most_of) else None)
+    for load in ("one", "two") if narrow else ():
+        if FILLED * most_of[load] <= tasks < most_of[load]:
+            return f"{load}_filled"
     if size >= LONG:
         return long_tasks(tasks, most_of) if few_rows else None
     least = HALF_A_ROUND if narrow and size <= UNEVEN else MOST_OF_A_ROUND
@@ -271,6 +276,11 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   11,32,8,16384, in three rounds 141 to 163 at 36,32,8,4096 and, nearly full, 180.6 to 179.8 at 48; two 95.6 to 94.2
 #   at 24, 127.6 to 122.5 at 33, 240 to 237 at 64, of two rounds 91 % 236.8 to 234.3 at 60, of three 89 % 338 to 347 at
 #   88; at D 64 one 54.1 to 51.0 at 13,32,8,8192, at D 256 103 to 98 at 13,32,8,4096.
+# - FILLED (decode_rounds_filled), 16 rows, without lengths, against one and two: (2, 128) 64 keys on 4 warps, 4 stages,
+#   one 16.8 to 16.2 us at 14,32,8,1024, 55.8 to 54.5 at 14,32,8,4096, 33.5 to 33.2 at 16,32,8,2048, but 48.2 to 53.3 at
+#   12,32,8,4096; 32 keys on 2 warps, 4 stages, two 111.8 to 107.7 at 28,32,8,4096, 242.4 to 241.0 at 32,32,8,8192, but,
+#   three, 99.4 to 102.9 at 26,32,8,4096, and of a full round 124.9 to 126.0 at 33. (2, 64) 128 keys on 4 warps, one
+#   31.7 to 31.2 at 15,32,8,4096; 64 on 2, two 16.7 to 16.6 at 28,32,8,1024, 224.5 to 212.9 at 28,32,8,16384.
 # - (2, 128), 16 rows, with lengths, the longest first, against shares (decode_longest_first): two 37.7 to 34.5 us at
 #   32,32,8,1024, 66.4 to 65.9 at 64 and, up to 1k, 42.8 to 36.1; three 97.1 to 95.1 at 96 and 57.2 to 52.3; four 127.2
 #   to 124.8 at 128 and 74.5 to 67.0. UNEVEN: two 65.7 to 64.4 at 32,32,8,2048, but up to 2k 40.5 to 42.9.
@@ -318,6 +328,9 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   keys on 8 warps, 2 stages 23.3, 67.5 and 1004 for 25.4, 77.1 and 1075; as (2, 128) 20.0, 48.9 and 612, but they
 #   spill 40 to 88 bytes, and by 3.9, by which they were not timed, 232 to 264.
 # All else is reasoned as above, and not measured.
+AS_TWO = ("one_filled", "two_filled", "three", "eight")  # of 32 rows, or at D 256: theirs of 16 rows would spill
+
+
 def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] = (), **others: DecodeTiles) -> Loads:
     """Those of a cache in 16 bits, from a block's keys: some loads have the tiles of many or of two, or others."""
     tiles = {
@@ -327,6 +340,8 @@ def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] 
         "two": DecodeTiles(block, 4, 3, 2, 1, whole=True), "three": DecodeTiles(block, 4, 3, 3, 1, whole=True),
         "four": DecodeTiles(block // 2, 2, 3, 4, 1, whole=True),
         "eight": DecodeTiles(max(block // 4, 16), 1, 3, 8, 1, whole=True),
+        "one_filled": DecodeTiles(block, 4, 4, 1, 1, whole=True),
+        "two_filled": DecodeTiles(block // 2, 2, 4, 2, 1, whole=True),
         "one_if_alike": DecodeTiles(2 * block, 8, 3, 1, 1, whole_if_alike=True),
     }  # fmt: skip
     return tiles | dict.fromkeys(("split", *as_many), tiles["many"]) | dict.fromkeys(as_two, tiles["two"]) | others
@@ -344,13 +359,13 @@ SM_90 = _table({
     (1, 256): DecodeTiles(16, 4, 6, 3, 16),
     (2, 64): (
         _by_load(128, ("even",), one=DecodeTiles(256, 4, 3, 1, 1, whole=True)),
-        _by_load(128, ("scattered", "even"), ("three", "eight")), DecodeTiles(64, 4, 2, 2, 1),
+        _by_load(128, ("scattered", "even"), AS_TWO), DecodeTiles(64, 4, 2, 2, 1),
     ),
     (2, 128): (
         _by_load(64, split=DecodeTiles(64, 4, 3, 2, 1, whole=True, split=True)),
-        _by_load(64, ("scattered", "even"), ("three", "four", "eight")), DecodeTiles(64, 4, 2, 2, 1),
+        _by_load(64, ("scattered", "even"), (*AS_TWO, "four")), DecodeTiles(64, 4, 2, 2, 1),
     ),
-    (2, 256): _by_load(32, ("scattered", "even"), ("three", "eight"),
+    (2, 256): _by_load(32, ("scattered", "even"), AS_TWO,
                        **dict.fromkeys(("short", "few", "four"), DecodeTiles(64, 8, 3, 1, 1))),
     (4, 64): (DecodeTiles(64, 8, 3, 2, 4), DecodeTiles(32, 8, 4, 1, 8), DecodeTiles(32, 8, 4, 1, 8)),
     (4, 128): (DecodeTiles(32, 8, 3, 2, 8), DecodeTiles(32, 8, 3, 1, 8), DecodeTiles(32, 8, 2, 1, 8)),
