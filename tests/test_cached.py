@@ -308,16 +308,13 @@ def test_the_longest_sequences_come_first(batch, tasks, most):
     @triton.jit
     def kernel(
         found_ptr, lengths_ptr, batches, tasks, longest_first: tl.constexpr, pieces_before: tl.constexpr,
-        TILE_B: tl.constexpr, most: tl.constexpr,
+        Batch: tl.constexpr, TILE_B: tl.constexpr, most: tl.constexpr,
     ):  # fmt: skip
         rank = tl.program_id(0)
-        sequence, inside = longest_first(
-            rank, tasks, most, batches, lengths_ptr, None, 0, 1024, 1, -1, -1, TILE_B, 64, False, False
-        )
+        batch = Batch(batches, lengths_ptr, None, 0, 1024, 1, None, None)
+        sequence, inside = longest_first(rank, tasks, most, batch, TILE_B, 64)
         blocks = tl.cdiv(tl.maximum(tl.load(lengths_ptr + sequence, sequence < batches, 0), 1), 64)
-        before = pieces_before(
-            sequence, blocks, most, batches, lengths_ptr, None, 0, 1024, 1, -1, -1, TILE_B, 64, False, False
-        )
+        before = pieces_before(sequence, blocks, most, batch, TILE_B, 64)
         tl.store(found_ptr + 3 * rank, sequence)
         tl.store(found_ptr + 3 * rank + 1, inside)
         tl.store(found_ptr + 3 * rank + 2, before)
@@ -331,8 +328,8 @@ def test_the_longest_sequences_come_first(batch, tasks, most):
             wanted += [[sequence, inside, before] for inside in range(tasks * pieces)]
             before += pieces
         found = torch.full((len(wanted) + 2, 3), -1, dtype=INT)
-        functions = shares.longest_first, shares.pieces_before
-        kernel[(len(found),)](found, lengths.to(INT), batch, tasks, *functions, triton.next_power_of_2(batch), most)
+        given = shares.longest_first, shares.pieces_before, shares.Batch
+        kernel[(len(found),)](found, lengths.to(INT), batch, tasks, *given, triton.next_power_of_2(batch), most)
         assert found[:-2].tolist() == wanted
         assert found[-2:, 0].tolist() == [batch] * 2
 
@@ -342,19 +339,19 @@ def test_pieces_are_no_more_than_tasks_and_as_many_as_run_at_once():
     triton = pytest.importorskip("triton")
     import triton.language as tl
 
-    from flashtile.backends.triton.decode_shares import most_of_a_piece
+    from flashtile.backends.triton.decode_shares import Batch, most_of_a_piece
 
     @triton.jit
-    def kernel(found_ptr, lengths_ptr, at_once, tasks, most_of_a_piece: tl.constexpr):
-        most = most_of_a_piece(tasks, at_once, 40, lengths_ptr, None, 0, 1024, 1, -1, -1, 64, 64, False, False)
-        tl.store(found_ptr, most)
+    def kernel(found_ptr, lengths_ptr, at_once, tasks, most_of_a_piece: tl.constexpr, Batch: tl.constexpr):
+        batch = Batch(40, lengths_ptr, None, 0, 1024, 1, None, None)
+        tl.store(found_ptr, most_of_a_piece(tasks, at_once, batch, 64, 64))
 
     torch.manual_seed(0)
     for lengths in (torch.randint(0, 1025, (40,)), torch.full((40,), 1024), torch.zeros(40)):
         blocks = (-(-lengths.to(INT) // 64)).clamp(min=1)
         for at_once in (1, 7, 80, 160):
             most = torch.zeros(1, dtype=INT)
-            kernel[(1,)](most, lengths.to(INT), at_once, 2, most_of_a_piece)
+            kernel[(1,)](most, lengths.to(INT), at_once, 2, most_of_a_piece, Batch)
             assert most.item() == -(-2 * int(blocks.sum()) // at_once)
             assert 2 * int((-(-blocks // most)).sum()) <= 2 * 40 + at_once
 
@@ -373,19 +370,13 @@ def test_a_place_of_a_line_is_its_sequence_s(lanes, tasks, alike):
     @triton.jit
     def kernel(
         found_ptr, lengths_ptr, size, tasks, places_of_line: tl.constexpr, start_of_share: tl.constexpr,
-        LANES: tl.constexpr, TASK_EACH: tl.constexpr,
+        Batch: tl.constexpr, LANES: tl.constexpr, TASK_EACH: tl.constexpr,
     ):  # fmt: skip
         place = tl.program_id(0)
-        places, cost, begin = places_of_line(
-            0, tasks, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False
-        )
-        sequence, inside, steps = start_of_share(
-            place, place + size, tasks, cost, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False,
-            TASK_EACH,
-        )  # fmt: skip
-        places, cost, begin = places_of_line(
-            sequence, tasks, 40, lengths_ptr, None, 0, 256, 1, -1, -1, 64, LANES, 64, False, False
-        )
+        batch = Batch(40, lengths_ptr, None, 0, 256, 1, None, None)
+        places, cost, begin = places_of_line(0, tasks, batch, 64, LANES, 64)
+        sequence, inside, steps = start_of_share(place, place + size, tasks, cost, batch, 64, LANES, 64, TASK_EACH)
+        places, cost, begin = places_of_line(sequence, tasks, batch, 64, LANES, 64)
         tl.store(found_ptr + 5 * place, places)
         tl.store(found_ptr + 5 * place + 1, sequence)
         tl.store(found_ptr + 5 * place + 2, inside)
@@ -399,7 +390,8 @@ def test_a_place_of_a_line_is_its_sequence_s(lanes, tasks, alike):
     starts = [(sequence, inside) for sequence, n in enumerate(blocks) for inside in range(tasks * (n + cost))]
     wanted = [[len(starts), *start, place, sum(are_keys[place : place + size])] for place, start in enumerate(starts)]
     found = torch.full((len(wanted), 5), -1, dtype=INT)
-    kernel[(len(wanted),)](found, lengths, size, tasks, shares.places_of_line, shares.start_of_share, lanes, tasks == 1)
+    given = shares.places_of_line, shares.start_of_share, shares.Batch
+    kernel[(len(wanted),)](found, lengths, size, tasks, *given, lanes, tasks == 1)
     assert found.tolist() == wanted
 
 

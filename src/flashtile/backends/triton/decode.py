@@ -20,8 +20,9 @@ Legend: q (B, Sq, Hq, D) · caches (rows, capacity, Hk, D | Dv) or (pages, page_
 import triton
 import triton.language as tl
 
-from .decode_blocks import attend_blocks, head_of_task, normalized
+from .decode_blocks import Problem, attend_blocks, head_of_task, normalized
 from .decode_shares import (
+    Batch,
     at_a_time,
     begin_of_share,
     key_blocks,
@@ -87,47 +88,39 @@ def decode_kernel(
     line, rank = program % width, program // width
     of_line = 1 if LINE_EACH else tasks // width  # of a sequence's tasks, those in a line
     alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
-    given = (
-        q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr
+    batch = Batch(
+        batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left if HAS_LEFT else None,
+        window_right if HAS_RIGHT else None,
     )  # fmt: skip
-    strides = (
+    p = Problem(
+        q_ptr, k_ptr, v_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr, out_ptr, lse_ptr,
         stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
-        stride_slopes, stride_k_descale, stride_v_descale,
+        stride_slopes, stride_k_descale, stride_v_descale, heads_k, group, m_blocks, tasks, width, softmax_scale, unit,
+        cap_in,
     )  # fmt: skip
-    shape = (
-        batches, seqlen_q, heads_k, group, m_blocks, tasks, seqlen_new, capacity, width, softmax_scale, unit, cap_in,
-        window_left, window_right,
-    )  # fmt: skip
-    results = acc_parts_ptr, sums_parts_ptr, out_ptr, lse_ptr
     if EARLY and not alike:
         await_kernel_before(n_shares, SHARED or SPLIT)
     if SHARED:
         if alike:
-            n_first, blocks = key_blocks(capacity, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+            n_first, blocks = key_blocks(capacity, batch, TILE_N)
             of_sequence = blocks * of_line
             n_blocks = of_sequence * batches
             cost = 0
         else:
             # in pages, each warp by itself takes 20 registers more, and 3 % longer (decode_search_by_warp)
             LANES: tl.constexpr = at_a_time(TILE_B) if PAGE_SIZE == 0 else TILE_B
-            n_blocks, cost, begin = places_of_line(
-                0, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-                window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
+            n_blocks, cost, begin = places_of_line(0, of_line, batch, TILE_B, LANES, TILE_N)
             if WHOLE_IF_ALIKE and cost == 0:  # all have as many blocks
                 task, here = spread(program, tl.num_programs(0), batches * tasks)
                 if here:
                     sequence = task // tasks
-                    first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-                    n_block, steps = key_blocks(
-                        n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
-                    )  # fmt: skip
+                    first, n_keys = span_of(sequence, True, batch)
+                    n_block, steps = key_blocks(n_keys, batch, TILE_N)
                     head_k, m_block = head_of_task(task % tasks, m_blocks)
                     attend_blocks(
-                        given, (None, None, out_ptr, lse_ptr), strides, shape, sequence, 0, head_k, m_block, first,
-                        n_keys, 0, n_block, n_block + steps, steps, line, rank, n_shares, D, DV, TILE_D, TILE_DV,
-                        TILE_M, TILE_N, PAGE_SIZE, HAS_LEFT, HAS_RIGHT, SOFTCAP, EXACT, NEGATIVE, BY_HALVES, PAIRS,
-                        SUMS, False, LINE_EACH, False,
+                        p, batch, None, None, sequence, 0, head_k, m_block, first, n_keys, 0, n_block, n_block + steps,
+                        steps, line, rank, n_shares, D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, PAGE_SIZE, SOFTCAP, EXACT,
+                        NEGATIVE, BY_HALVES, PAIRS, SUMS, False, LINE_EACH, False,
                     )  # fmt: skip
                 return
         share, longer = shares_of_line(n_blocks, n_shares, least)
@@ -140,29 +133,22 @@ def decode_kernel(
             steps = stop - position
         else:
             sequence, inside_sequence, steps = start_of_share(
-                place, stop, of_line, cost, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q,
-                window_left, window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT, LINE_EACH,
-            )  # fmt: skip
+                place, stop, of_line, cost, batch, TILE_B, LANES, TILE_N, LINE_EACH
+            )
             # so written, the loop at D 64 is 2 to 4 % faster than with tl.where (decode_steps_of_an_empty_share)
             steps = tl.minimum(steps, tl.maximum(stop - position, 0))
     else:
         sequence, inside_sequence = program // tasks, program % tasks
         most = None
         if SPLIT:
-            most = most_of_a_piece(
-                tasks, n_shares - batches * tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q,
-                window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
+            most = most_of_a_piece(tasks, n_shares - batches * tasks, batch, TILE_B, TILE_N)
         if IN_ORDER:
-            sequence, inside_sequence = longest_first(
-                program, tasks, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-                window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
+            sequence, inside_sequence = longest_first(program, tasks, most, batch, TILE_B, TILE_N)
         if SPLIT:
             has_piece = sequence < batches
             sequence = tl.minimum(sequence, batches - 1)
-    first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-    n_first, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+    first, n_keys = span_of(sequence, True, batch)
+    n_first, blocks = key_blocks(n_keys, batch, TILE_N)
     if SHARED:
         task = line
         begin = inside_sequence
@@ -183,9 +169,9 @@ def decode_kernel(
     if EARLY and alike:
         await_kernel_before(n_end, SHARED)
     attend_blocks(
-        given, results, strides, shape, sequence, task, head_k, m_block, first, n_keys, begin, n_block, n_end, steps,
-        line, rank, n_shares, D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, PAGE_SIZE, HAS_LEFT, HAS_RIGHT, SOFTCAP,
-        EXACT, NEGATIVE, BY_HALVES, PAIRS, SUMS, SHARED, LINE_EACH, EARLY and not (SHARED or SPLIT),
+        p, batch, acc_parts_ptr, sums_parts_ptr, sequence, task, head_k, m_block, first, n_keys, begin, n_block, n_end,
+        steps, line, rank, n_shares, D, DV, TILE_D, TILE_DV, TILE_M, TILE_N, PAGE_SIZE, SOFTCAP, EXACT, NEGATIVE,
+        BY_HALVES, PAIRS, SUMS, SHARED, LINE_EACH, EARLY and not (SHARED or SPLIT),
     )  # fmt: skip
 
 
@@ -217,26 +203,27 @@ def merge_kernel(
     place = tl.program_id(0) // dim_blocks  # in lse
     query = place % seqlen_q
     head = place // seqlen_q % (heads_k * group)
-    batch = place // seqlen_q // (heads_k * group)
+    sequence = place // seqlen_q // (heads_k * group)
     row = query * group + head % group
     m_blocks = tl.cdiv(seqlen_q * group, TILE_M)
     tasks = heads_k * m_blocks
     of_line = 1 if LINE_EACH else tasks // width  # of a sequence's tasks, those in a line
     task = head // group * m_blocks + row // TILE_M
     line = task if LINE_EACH else task % width
-    _, n_keys = span_of(batch, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-    _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+    batch = Batch(
+        batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left if HAS_LEFT else None,
+        window_right if HAS_RIGHT else None,
+    )  # fmt: skip
+    _, n_keys = span_of(sequence, True, batch)
+    _, blocks = key_blocks(n_keys, batch, TILE_N)
     if SPLIT:
         first_share, n_parts = pieces_of_task(
-            batch, task, blocks, tasks, n_shares - batches * tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new,
-            capacity, seqlen_q, window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
+            sequence, task, blocks, tasks, n_shares - batches * tasks, batch, TILE_B, TILE_N
+        )
     else:
         first_share, n_parts = shares_of_task(
-            batch, task, blocks, of_line, width, n_shares, least, batches, seqlens_ptr, leftpad_ptr, seqlen_new,
-            capacity, seqlen_q, window_left, window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT, LINE_EACH,
-            WHOLE_IF_ALIKE,
-        )  # fmt: skip
+            sequence, task, blocks, of_line, width, n_shares, least, batch, TILE_B, TILE_N, LINE_EACH, WHOLE_IF_ALIKE
+        )
     if n_parts == 1:
         if EARLY and tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()
@@ -245,7 +232,7 @@ def merge_kernel(
     first_slot = 2 * (line * n_shares + first_share)
     acc_ptr = acc_parts_ptr + (first_slot.to(tl.int64) * TILE_M + row) * DV
     sums_ptr = sums_parts_ptr + 2 * (row.to(tl.int64) * (2 * n_shares * width) + first_slot)
-    out_at = ((batch.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
+    out_at = ((sequence.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
     acc = tl.zeros([DIMS], tl.float32)
     m = tl.full([], float("-inf"), tl.float32)
     l = tl.full([], 0.0, tl.float32)

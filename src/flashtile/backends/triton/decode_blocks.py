@@ -1,5 +1,7 @@
 """Flash-Decoding's loop, over the key blocks of a share, whatever their tasks, or of one task. Legend: decode.py."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -9,6 +11,42 @@ from .tile import LN2, LOG2E, softmax_step, tanh
 
 EXPONENT = tl.constexpr(0x7F800000)  # the bits of a float32's
 FLOAT32_TINY = tl.constexpr(2.0**-126)
+
+
+class Problem(NamedTuple):
+    """What `decode_kernel` is told of a call, but for its lengths, which are the `Batch`'s, and parts."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    places_ptr: Any
+    slopes_ptr: Any
+    sinks_ptr: Any
+    k_descale_ptr: Any
+    v_descale_ptr: Any
+    out_ptr: Any
+    lse_ptr: Any
+    stride_qb: Any
+    stride_qs: Any
+    stride_qh: Any
+    stride_kb: Any
+    stride_ks: Any
+    stride_kh: Any
+    stride_vb: Any
+    stride_vs: Any
+    stride_vh: Any
+    stride_pb: Any
+    stride_slopes: Any
+    stride_k_descale: Any
+    stride_v_descale: Any
+    heads_k: Any
+    group: Any
+    m_blocks: Any  # of a key head's rows
+    tasks: Any  # of a sequence
+    width: Any  # lines of blocks
+    softmax_scale: Any
+    unit: Any  # scores in base 2 are q.k times it
+    cap_in: Any
 
 
 @triton.jit
@@ -90,32 +128,30 @@ def head_of_task(task, m_blocks):
 
 
 @triton.jit
-def rows_of_task(head_k, m_block, group, seqlen_q, TILE_M: tl.constexpr):
+def rows_of_task(p, batch, head_k, m_block, TILE_M: tl.constexpr):
     """(query, head of q, whether there is one) of each row of a task."""
     row = m_block * TILE_M + tl.arange(0, TILE_M)
-    query = row // group
-    return query, head_k.to(tl.int64) * group + row % group, query < seqlen_q
+    query = row // p.group
+    return query, head_k.to(tl.int64) * p.group + row % p.group, query < batch.seqlen_q
 
 
 @triton.jit
 def queries_of_task(
-    q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh, stride_slopes,
-    stride_k_descale, seqlen_q, group, softmax_scale,
-    D: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
-    BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
+    p, batch, sequence, head_k, m_block, D: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr,
+    EXACT: tl.constexpr, NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """q (TILE_M, TILE_D), with PAIRS its even and its odd dims; of each row, (TILE_M,), what its scores are to be
     multiplied by, its ALiBi slope in base 2 and its query; k's scale.
     """
-    query, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
-    at = sequence.to(tl.int64) * stride_qb + query.to(tl.int64) * stride_qs + head * stride_qh
+    query, head, here = rows_of_task(p, batch, head_k, m_block, TILE_M)
+    at = sequence.to(tl.int64) * p.stride_qb + query.to(tl.int64) * p.stride_qs + head * p.stride_qh
     dims = tl.arange(0, TILE_D)
-    q = tl.load(q_ptr + (at[:, None] + dims[None, :]), here[:, None] & (dims < D)[None, :], 0.0)
+    q = tl.load(p.q_ptr + (at[:, None] + dims[None, :]), here[:, None] & (dims < D)[None, :], 0.0)
     k_scale = 1.0
-    if k_descale_ptr is not None:
-        k_scale = tl.load(k_descale_ptr + sequence * stride_k_descale + head_k)
+    if p.k_descale_ptr is not None:
+        k_scale = tl.load(p.k_descale_ptr + sequence * p.stride_k_descale + head_k)
     if EXACT:
-        q *= softmax_scale * k_scale
+        q *= p.softmax_scale * k_scale
     if NEGATIVE:  # unit is positive: q carries the scale's sign
         q = -q
     power = tl.full([TILE_M], 1.0, tl.float32)
@@ -125,25 +161,23 @@ def queries_of_task(
     if PAIRS:
         q, odd = tl.split(q.reshape(TILE_M, TILE_D // 2, 2))
     slope = tl.zeros([TILE_M], tl.float32)
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + sequence * stride_slopes + head, here, 0.0) * LOG2E
+    if p.slopes_ptr is not None:
+        slope = tl.load(p.slopes_ptr + sequence * p.stride_slopes + head, here, 0.0) * LOG2E
     return q, odd, power, slope, query, k_scale
 
 
 @triton.jit
 def attend_blocks(
-    given, results, strides, shape, sequence, task, head_k, m_block, first, n_keys, begin, n_block, n_end, steps,
-    line, rank, n_shares,
-    D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
-    SUMS: tl.constexpr, SHARED: tl.constexpr, LINE_EACH: tl.constexpr, STARTS_NEXT: tl.constexpr,
+    p, batch, acc_parts_ptr, sums_parts_ptr, sequence, task, head_k, m_block, first, n_keys, begin, n_block, n_end,
+    steps, line, rank, n_shares, D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
+    NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr, SUMS: tl.constexpr, SHARED: tl.constexpr,
+    LINE_EACH: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """Blocks n_block, n_block + 1 ... of a task of `sequence`, whose last is the one before n_end, and whose keys begin
     at token `first`; with SHARED then those of the tasks that follow in the line: `steps` in all. Whole tasks go to out
     and lse, others to the parts of share `rank` of the line, of n_shares. begin: blocks of the task that are others'.
-    given, results, strides, shape: of what `decode_kernel` takes, in this order. STARTS_NEXT: behind its last block it
-    lets the next kernel start.
+    STARTS_NEXT: behind its last block it lets the next kernel start.
 
     The first blocks of a task are in flight while the last of the task before are computed. That the compiler can
     pipeline it so rests on three things. All of where a block lies is carried from the step before (sequence, head_k,
@@ -153,25 +187,12 @@ def attend_blocks(
     registers as a product takes it, and they are few. Without SHARED no task follows; what loads its q keeps the first
     one's from being awaited before the first blocks are asked for.
     """
-    (
-        q_ptr, k_ptr, v_ptr, seqlens_ptr, leftpad_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
-    ) = given  # fmt: skip
-    acc_parts_ptr, sums_parts_ptr, out_ptr, lse_ptr = results
-    (
-        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
-        stride_slopes, stride_k_descale, stride_v_descale,
-    ) = strides  # fmt: skip
-    (
-        batches, seqlen_q, heads_k, group, m_blocks, tasks, seqlen_new, capacity, width, softmax_scale, unit, cap_in,
-        window_left, window_right,
-    ) = shape  # fmt: skip
-    page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
-    stride_vs = stride_ks if stride_vs is None else stride_vs
+    seqlen_q = batch.seqlen_q
+    page = page_of_keys(p.places_ptr, n_block * TILE_N, n_keys, sequence, p.stride_pb, TILE_N, PAGE_SIZE)
+    stride_vs = p.stride_ks if p.stride_vs is None else p.stride_vs
     q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
-        q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh,
-        stride_slopes, stride_k_descale, seqlen_q, group, softmax_scale,
-        D, TILE_D, TILE_M, EXACT, NEGATIVE, BY_HALVES, PAIRS,
-    )  # fmt: skip
+        p, batch, sequence, head_k, m_block, D, TILE_D, TILE_M, EXACT, NEGATIVE, BY_HALVES, PAIRS
+    )
     dims_v = tl.arange(0, TILE_DV)
     acc = tl.zeros([TILE_M, TILE_DV // 2 if PAIRS else TILE_DV], tl.float32)
     if PAIRS:  # even dims are in q, k, v, acc
@@ -183,77 +204,77 @@ def attend_blocks(
     for step in range(steps):
         if not goes_on:
             q, q_odd, q_scale, slope, query, k_scale = queries_of_task(
-                q_ptr, slopes_ptr, k_descale_ptr, sequence, head_k, m_block, stride_qb, stride_qs, stride_qh,
-                stride_slopes, stride_k_descale, seqlen_q, group, softmax_scale,
-                D, TILE_D, TILE_M, EXACT, NEGATIVE, BY_HALVES, PAIRS,
-            )  # fmt: skip
+                p, batch, sequence, head_k, m_block, D, TILE_D, TILE_M, EXACT, NEGATIVE, BY_HALVES, PAIRS
+            )
             acc = tl.zeros_like(acc)
             if PAIRS:
                 acc_odd = tl.zeros_like(acc)
             m = tl.full([TILE_M], float("-inf"), tl.float32)
             l = tl.zeros_like(l)
-        base_2 = unit  # scores in base 2 are s * base_2
+        base_2 = p.unit  # scores in base 2 are s * base_2
         if not EXACT and not SOFTCAP:
-            base_2 = unit * k_scale
-        s_unit = base_2 if slopes_ptr is None else 1.0
+            base_2 = p.unit * k_scale
+        s_unit = base_2 if p.slopes_ptr is None else 1.0
         keys = n_block * TILE_N + tl.arange(0, TILE_N)
         inside = keys < n_keys
         diagonal = (query + (n_keys - seqlen_q))[:, None]
         start = n_block * TILE_N % PAGE_SIZE if PAGE_SIZE > 0 else first + n_block * TILE_N
-        k_head = k_ptr + head_k.to(tl.int64) * stride_kh
+        k_head = p.k_ptr + head_k.to(tl.int64) * p.stride_kh
         if PAIRS:
-            k, k_odd = load_float8(k_head, stride_kb, stride_ks, page, start, inside, PAGE_SIZE, D, TILE_D)
+            k, k_odd = load_float8(k_head, p.stride_kb, p.stride_ks, page, start, inside, PAGE_SIZE, D, TILE_D)
             s = tl.dot(q, tl.trans(k))
             s = tl.dot(q_odd, tl.trans(k_odd), s)
         else:
-            k = load_keys(k_head, stride_kb, stride_ks, page, start, inside, PAGE_SIZE, D, TILE_D)
+            k = load_keys(k_head, p.stride_kb, p.stride_ks, page, start, inside, PAGE_SIZE, D, TILE_D)
             s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # (TILE_M, TILE_N)
         if BY_HALVES:
             s *= q_scale[:, None]
         if SOFTCAP:
-            s = tanh(s * (cap_in * k_scale))
-        if slopes_ptr is not None:
+            s = tanh(s * (p.cap_in * k_scale))
+        if p.slopes_ptr is not None:
             s = s * base_2 - slope[:, None] * tl.abs(diagonal - keys[None, :]).to(tl.float32)
         seen = inside[None, :]
-        if HAS_LEFT:
-            seen &= keys[None, :] >= diagonal - window_left
-        if HAS_RIGHT:
-            seen &= keys[None, :] <= diagonal + window_right
-        p, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), s_unit, m, l, EXACT)
-        p = p.to(q.dtype)
-        v_head = v_ptr + head_k.to(tl.int64) * stride_vh
+        if batch.window_left is not None:
+            seen &= keys[None, :] >= diagonal - batch.window_left
+        if batch.window_right is not None:
+            seen &= keys[None, :] <= diagonal + batch.window_right
+        weights, alpha, m, l = softmax_step(tl.where(seen, s, float("-inf")), s_unit, m, l, EXACT)
+        weights = weights.to(q.dtype)
+        v_head = p.v_ptr + head_k.to(tl.int64) * p.stride_vh
         if PAIRS:
-            v, v_odd = load_float8(v_head, stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV)
-            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
+            v, v_odd = load_float8(v_head, p.stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV)
+            acc_odd = tl.dot(weights, v_odd, acc_odd * alpha[:, None])
         else:
-            v = load_keys(v_head, stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV).to(q.dtype)
-        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")
+            v = load_keys(v_head, p.stride_vb, stride_vs, page, start, inside, PAGE_SIZE, DV, TILE_DV)
+            v = v.to(q.dtype)
+        acc = tl.dot(weights, v, acc * alpha[:, None], input_precision="ieee")
 
         if ends | (step + 1 == steps):
             if STARTS_NEXT:
                 # not before: the next kernel's programs would crowd where the first of these end
                 tl.extra.cuda.gdc_launch_dependents()
             acc_end = tl.interleave(acc, acc_odd) if PAIRS else acc
-            m_end = m if EXACT and slopes_ptr is None else m * (s_unit * LN2)
+            m_end = m if EXACT and p.slopes_ptr is None else m * (s_unit * LN2)
             l_end = tl.sum(l, 1)
-            if v_descale_ptr is not None:
-                acc_end *= tl.load(v_descale_ptr + sequence * stride_v_descale + head_k)
-            if sinks_ptr is not None:
-                _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
-                sink = tl.load(sinks_ptr + head, here, 0.0).to(tl.float32)
+            if p.v_descale_ptr is not None:
+                acc_end *= tl.load(p.v_descale_ptr + sequence * p.stride_v_descale + head_k)
+            if p.sinks_ptr is not None:
+                _, head, here = rows_of_task(p, batch, head_k, m_block, TILE_M)
+                sink = tl.load(p.sinks_ptr + head, here, 0.0).to(tl.float32)
                 sink = tl.where(begin == 0, sink, float("-inf"))  # in one part of a task
                 acc_end, m_end, l_end = with_sink(acc_end, m_end, l_end, sink)
             if acc_parts_ptr is None or (ends & (begin == 0)):
-                _, head, here = rows_of_task(head_k, m_block, group, seqlen_q, TILE_M)
+                _, head, here = rows_of_task(p, batch, head_k, m_block, TILE_M)
                 stored = here[:, None] & (dims_v < DV)[None, :]
                 out, lse = normalized(acc_end, m_end[:, None], l_end[:, None])
-                out_at = ((sequence.to(tl.int64) * seqlen_q + query) * heads_k * group + head) * DV
-                tl.store(out_ptr + (out_at[:, None] + dims_v[None, :]), out.to(out_ptr.dtype.element_ty), stored)
-                lse_at = (sequence.to(tl.int64) * heads_k * group + head) * seqlen_q + query
-                tl.store(lse_ptr + lse_at[:, None], lse, here[:, None])
+                out_at = ((sequence.to(tl.int64) * seqlen_q + query) * p.heads_k * p.group + head) * DV
+                out_at = out_at[:, None] + dims_v[None, :]
+                tl.store(p.out_ptr + out_at, out.to(p.out_ptr.dtype.element_ty), stored)
+                lse_at = (sequence.to(tl.int64) * p.heads_k * p.group + head) * seqlen_q + query
+                tl.store(p.lse_ptr + lse_at[:, None], lse, here[:, None])
             else:
                 row = tl.arange(0, TILE_M)
-                here = row < seqlen_q * group - m_block * TILE_M
+                here = row < seqlen_q * p.group - m_block * TILE_M
                 stored = here[:, None] & (dims_v < DV)[None, :]
                 slot = (2 * (line * n_shares + rank) + (begin == 0)).to(tl.int64)
                 acc_at = slot * (TILE_M * DV)
@@ -266,16 +287,16 @@ def attend_blocks(
         goes_on = not ends
         if SHARED and (ends & (step + 1 < steps)):
             begin = 0
-            task += width
-            if LINE_EACH or task >= tasks:
-                task -= tasks
-                sequence = tl.minimum(sequence + 1, batches - 1)  # there is one; so written, 32 rows do not spill
-            head_k, m_block = head_of_task(task, m_blocks)
-            first, n_keys = span_of(sequence, True, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-            n_block, blocks = key_blocks(
-                n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT
-            )  # fmt: skip
+            task += p.width
+            if LINE_EACH or task >= p.tasks:
+                task -= p.tasks
+                sequence = tl.minimum(
+                    sequence + 1, batch.sequences - 1
+                )  # there is one; so written, 32 rows do not spill
+            head_k, m_block = head_of_task(task, p.m_blocks)
+            first, n_keys = span_of(sequence, True, batch)
+            n_block, blocks = key_blocks(n_keys, batch, TILE_N)
             n_end = n_block + blocks
         ends = n_block + 1 == n_end
         # the next block's: read in its own step it would halve the blocks in flight
-        page = page_of_keys(places_ptr, n_block * TILE_N, n_keys, sequence, stride_pb, TILE_N, PAGE_SIZE)
+        page = page_of_keys(p.places_ptr, n_block * TILE_N, n_keys, sequence, p.stride_pb, TILE_N, PAGE_SIZE)

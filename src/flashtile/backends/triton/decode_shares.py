@@ -6,12 +6,28 @@ arithmetic, and what launches them some of it. Where programs have whole tasks, 
 sequences come first; or pieces of these, where what is longer than an equal share is split.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .decode_config import MANY_SEQUENCES
 
 TASK_COST = tl.constexpr(1)  # blocks of keys that could be read while a task begins and ends (decode_task_cost)
+
+
+class Batch(NamedTuple):
+    """What kernels are told of its sequences: how many; where the keys of each begin and end, of those that are there
+    and those that are new; and which a query sees."""
+
+    sequences: Any
+    seqlens_ptr: Any  # None: all are as long as the cache has place
+    leftpad_ptr: Any  # None: all begin with its first
+    seqlen_new: Any
+    capacity: Any
+    seqlen_q: Any
+    window_left: Any  # None: those on the left are seen
+    window_right: Any  # None: those on the right are seen
 
 
 @triton.constexpr_function
@@ -23,76 +39,65 @@ def at_a_time(sequences):
 
 
 @triton.jit
-def span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity):
+def span_of(sequence, here, batch):
     """(first, n_keys) of a sequence, or of a vector of them; never past the cache."""
-    end = capacity
-    if seqlens_ptr is not None:
-        end = tl.minimum(tl.load(seqlens_ptr + sequence, here, 0).to(tl.int32) + seqlen_new, capacity)
+    end = batch.capacity
+    if batch.seqlens_ptr is not None:
+        end = tl.minimum(tl.load(batch.seqlens_ptr + sequence, here, 0).to(tl.int32) + batch.seqlen_new, end)
     first = 0
-    if leftpad_ptr is not None:
-        first = tl.load(leftpad_ptr + sequence, here, 0).to(tl.int32)
+    if batch.leftpad_ptr is not None:
+        first = tl.load(batch.leftpad_ptr + sequence, here, 0).to(tl.int32)
     return first, tl.maximum(end - first, 0)
 
 
 @triton.jit
-def key_blocks(
-    n_keys, seqlen_q, window_left, window_right, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
+def key_blocks(n_keys, batch, TILE_N: tl.constexpr):
     """(first, how many): the key blocks that any query of a sequence sees; one at least: its rows must be written."""
-    offset = n_keys - seqlen_q
+    offset = n_keys - batch.seqlen_q
     first = n_keys * 0
     end = n_keys
-    if HAS_LEFT:
-        first = tl.maximum(offset - window_left, 0) // TILE_N
-    if HAS_RIGHT:
-        end = tl.minimum(n_keys, tl.maximum(offset + seqlen_q + window_right, 0))
+    if batch.window_left is not None:
+        first = tl.maximum(offset - batch.window_left, 0) // TILE_N
+    if batch.window_right is not None:
+        end = tl.minimum(n_keys, tl.maximum(offset + batch.seqlen_q + batch.window_right, 0))
     return first, tl.maximum(tl.cdiv(end, TILE_N) - first, 1)
 
 
 @triton.jit
-def blocks_from(
-    first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def blocks_from(first, batch, LANES: tl.constexpr, TILE_N: tl.constexpr):
     """(LANES,) key blocks of the sequences from `first` on, 0 behind the last."""
     sequence = first + tl.arange(0, LANES)
-    here = sequence < batches
-    _, n_keys = span_of(sequence, here, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
-    _, blocks = key_blocks(n_keys, seqlen_q, window_left, window_right, TILE_N, HAS_LEFT, HAS_RIGHT)
+    here = sequence < batch.sequences
+    _, n_keys = span_of(sequence, here, batch)
+    _, blocks = key_blocks(n_keys, batch, TILE_N)
     return tl.where(here, blocks, 0)
 
 
 @triton.jit
-def places_of_line(
-    batch, tasks, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def places_of_line(sequence, tasks, batch, TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr):
     """(places, cost, begin): of a line in which each sequence has so many `tasks`, of each task `cost` places and then
-    its key blocks; and where those of sequence `batch` begin. Where all have as many blocks a task costs nothing: whole
-    ones then stay whole. LANES at a time."""
+    its key blocks; and where those of `sequence` begin. Where all have as many blocks a task costs nothing: whole ones
+    then stay whole. LANES at a time."""
     of_all = tl.zeros([LANES], tl.int32)
     of_those_before = tl.zeros([LANES], tl.int32)
     most = tl.zeros([LANES], tl.int32)
     for first in tl.static_range(0, TILE_B, LANES):
-        blocks = blocks_from(
-            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
+        blocks = blocks_from(first, batch, LANES, TILE_N)
         of_all += blocks
-        of_those_before += tl.where(first + tl.arange(0, LANES) < batch, blocks, 0)
+        of_those_before += tl.where(first + tl.arange(0, LANES) < sequence, blocks, 0)
         most = tl.maximum(most, blocks)
     n_blocks = tl.sum(of_all, 0)
     cost = 0
     if TILE_B > 1:  # one sequence is alike
-        cost = tl.where(tl.max(most, 0) * batches == n_blocks, 0, TASK_COST)
-    return tasks * (n_blocks + batches * cost), cost, tasks * (tl.sum(of_those_before, 0) + batch * cost)
+        cost = tl.where(tl.max(most, 0) * batch.sequences == n_blocks, 0, TASK_COST)
+    places = tasks * (n_blocks + batch.sequences * cost)
+    return places, cost, tasks * (tl.sum(of_those_before, 0) + sequence * cost)
 
 
 @triton.jit
 def start_of_share(
-    position, stop, tasks, cost, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-    window_right, TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, TASK_EACH: tl.constexpr,
+    position, stop, tasks, cost, batch, TILE_B: tl.constexpr, LANES: tl.constexpr, TILE_N: tl.constexpr,
+    TASK_EACH: tl.constexpr,
 ):  # fmt: skip
     """(sequence, inside, steps): whose a place of such a line is, which of its it is, and how many key blocks lie from
     there to `stop`. TASK_EACH: a sequence has one task in it. One sequence is not looked for."""
@@ -103,10 +108,7 @@ def start_of_share(
     steps = tl.zeros([LANES], tl.int32)
     begin = 0
     for first in tl.static_range(0, TILE_B, LANES):
-        blocks = blocks_from(
-            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
+        blocks = blocks_from(first, batch, LANES, TILE_N)
         places = tl.where(blocks > 0, tasks * (blocks + cost), 0)
         end = begin + tl.cumsum(places, 0)
         ended = end <= position
@@ -131,19 +133,13 @@ def blocks_inside(end, places, blocks, cost):
 
 
 @triton.jit
-def most_of_a_piece(
-    tasks, at_once, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def most_of_a_piece(tasks, at_once, batch, TILE_B: tl.constexpr, TILE_N: tl.constexpr):
     """Key blocks that a piece of a task has at most, where each sequence has so many `tasks`: an equal share of all for
     each of so many programs. So there are at most as many pieces as tasks and such programs."""
     LANES: tl.constexpr = at_a_time(TILE_B)
     blocks = tl.zeros([LANES], tl.int32)
     for first in tl.static_range(0, TILE_B, LANES):
-        blocks += blocks_from(
-            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
+        blocks += blocks_from(first, batch, LANES, TILE_N)
     return tl.cdiv(tasks * tl.sum(blocks, 0), at_once)
 
 
@@ -154,12 +150,9 @@ def pieces_of(blocks, most):
 
 
 @triton.jit
-def longest_first(
-    rank, tasks, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def longest_first(rank, tasks, most, batch, TILE_B: tl.constexpr, TILE_N: tl.constexpr):
     """(sequence, inside): whose the rank-th piece is, and which of its, where each sequence has so many `tasks` and
-    those of more key blocks come first. Behind the last piece it is the sequence `batches`. `most`: see `pieces_of`.
+    those of more key blocks come first. Behind the last piece it is the one behind the last. `most`: see `pieces_of`.
 
     By halves it finds the most blocks that sequences of more than `rank` pieces have, then the sequence among those of
     as many. Where all have as many there is nothing to be found by halves.
@@ -169,10 +162,7 @@ def longest_first(
     fewest = tl.full([LANES], NONE, tl.int32)
     longest = tl.zeros([LANES], tl.int32)
     for first in tl.static_range(0, TILE_B, LANES):
-        blocks = blocks_from(
-            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
+        blocks = blocks_from(first, batch, LANES, TILE_N)
         longest = tl.maximum(longest, blocks)
         fewest = tl.minimum(fewest, tl.where(blocks > 0, blocks, NONE))
     low, high = tl.min(fewest, 0), tl.max(longest, 0)  # what is looked for is between these
@@ -181,10 +171,7 @@ def longest_first(
         middle = (low + high + 1) // 2
         pieces = tl.zeros([LANES], tl.int32)
         for first in tl.static_range(0, TILE_B, LANES):
-            blocks = blocks_from(
-                first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-                LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-            )  # fmt: skip
+            blocks = blocks_from(first, batch, LANES, TILE_N)
             pieces += tl.where(blocks >= middle, tasks * pieces_of(blocks, most), 0)
         n_pieces = tl.sum(pieces, 0)
         if n_pieces > rank:
@@ -197,30 +184,21 @@ def longest_first(
     found = tl.zeros([LANES], tl.int32)
     passed = high * 0
     for first in tl.static_range(0, TILE_B, LANES):
-        as_long = low == blocks_from(
-            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
+        as_long = low == blocks_from(first, batch, LANES, TILE_N)
         places = passed + tl.cumsum(as_long.to(tl.int32), 0) - 1
         found += tl.where(as_long & (places == place), first + tl.arange(0, LANES), 0)
         passed += tl.sum(as_long.to(tl.int32), 0)
-    return tl.where(place < passed, tl.sum(found, 0), batches), (rank - before) % of_sequence
+    return tl.where(place < passed, tl.sum(found, 0), batch.sequences), (rank - before) % of_sequence
 
 
 @triton.jit
-def pieces_before(
-    batch, of_batch, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-    TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """Those of a task of each sequence that `longest_first` puts before `batch`, which has so many key blocks."""
+def pieces_before(sequence, of_sequence, most, batch, TILE_B: tl.constexpr, TILE_N: tl.constexpr):
+    """Those of a task of each sequence that `longest_first` puts before this one, which has so many key blocks."""
     LANES: tl.constexpr = at_a_time(TILE_B)
     pieces = tl.zeros([LANES], tl.int32)
     for first in tl.static_range(0, TILE_B, LANES):
-        blocks = blocks_from(
-            first, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-            LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-        before = (blocks > of_batch) | ((blocks == of_batch) & (first + tl.arange(0, LANES) < batch))
+        blocks = blocks_from(first, batch, LANES, TILE_N)
+        before = (blocks > of_sequence) | ((blocks == of_sequence) & (first + tl.arange(0, LANES) < sequence))
         pieces += tl.where(before, pieces_of(blocks, most), 0)
     return tl.sum(pieces, 0)
 
@@ -265,23 +243,18 @@ def share_of_block(block, share, longer):
 
 @triton.jit
 def shares_of_task(
-    batch, task, blocks, of_line, width, n_shares, least, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity,
-    seqlen_q, window_left, window_right, TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr, WHOLE_IF_ALIKE: tl.constexpr,
+    sequence, task, blocks, of_line, width, n_shares, least, batch, TILE_B: tl.constexpr, TILE_N: tl.constexpr,
+    LINE_EACH: tl.constexpr, WHOLE_IF_ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """(first, how many) shares of its line that have a part of a task of sequence `batch`, of so many key blocks, if
+    """(first, how many) shares of its line that have a part of a task of a sequence, of so many key blocks, if
     `of_line` of a sequence's tasks are in a line."""
-    if seqlens_ptr is None and leftpad_ptr is None:
+    if batch.seqlens_ptr is None and batch.leftpad_ptr is None:
         cost = 0
         of_sequence = blocks * of_line
-        n_blocks = of_sequence * batches
-        begin = of_sequence * batch
+        n_blocks = of_sequence * batch.sequences
+        begin = of_sequence * sequence
     else:
-        LANES: tl.constexpr = at_a_time(TILE_B)
-        n_blocks, cost, begin = places_of_line(
-            batch, of_line, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-            window_right, TILE_B, LANES, TILE_N, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
+        n_blocks, cost, begin = places_of_line(sequence, of_line, batch, TILE_B, at_a_time(TILE_B), TILE_N)
     if not LINE_EACH:
         begin += task // width * (blocks + cost)
     begin += cost
@@ -293,18 +266,8 @@ def shares_of_task(
 
 
 @triton.jit
-def pieces_of_task(
-    batch, task, blocks, tasks, at_once, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-    window_right, TILE_B: tl.constexpr, TILE_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def pieces_of_task(sequence, task, blocks, tasks, at_once, batch, TILE_B: tl.constexpr, TILE_N: tl.constexpr):
     """(first, how many): the pieces of such a task among all, in the order of `longest_first`."""
-    most = most_of_a_piece(
-        tasks, at_once, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right,
-        TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
-    )  # fmt: skip
+    most = most_of_a_piece(tasks, at_once, batch, TILE_B, TILE_N)
     n_pieces = pieces_of(blocks, most)
-    first = task * n_pieces + tasks * pieces_before(
-        batch, blocks, most, batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left,
-        window_right, TILE_B, TILE_N, HAS_LEFT, HAS_RIGHT,
-    )  # fmt: skip
-    return first, n_pieces
+    return task * n_pieces + tasks * pieces_before(sequence, blocks, most, batch, TILE_B, TILE_N), n_pieces
