@@ -65,8 +65,7 @@ def decode_kernel(
     window_left, window_right,
     D: tl.constexpr, DV: tl.constexpr, TILE_D: tl.constexpr, TILE_DV: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
-    NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
+    SOFTCAP: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, BY_HALVES: tl.constexpr, PAIRS: tl.constexpr,
     SUMS: tl.constexpr, SHARED: tl.constexpr, LINE_EACH: tl.constexpr, WHOLE_IF_ALIKE: tl.constexpr,
     IN_ORDER: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -88,10 +87,7 @@ def decode_kernel(
     line, rank = program % width, program // width
     of_line = 1 if LINE_EACH else tasks // width  # of a sequence's tasks, those in a line
     alike: tl.constexpr = seqlens_ptr is None and leftpad_ptr is None  # nothing need be read to find a share
-    batch = Batch(
-        batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left if HAS_LEFT else None,
-        window_right if HAS_RIGHT else None,
-    )  # fmt: skip
+    batch = Batch(batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right)
     p = Problem(
         q_ptr, k_ptr, v_ptr, places_ptr, slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr, out_ptr, lse_ptr,
         stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_pb,
@@ -184,8 +180,7 @@ def merge_kernel(
     n_shares, batches, seqlen_q, heads_k, group, seqlen_new, width, least, window_left, window_right,
     DV: tl.constexpr, PARTS: tl.constexpr, DIMS: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, LINE_EACH: tl.constexpr, WHOLE_IF_ALIKE: tl.constexpr,
-    SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    LINE_EACH: tl.constexpr, WHOLE_IF_ALIKE: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """DIMS of out, and lse, of one row, where its task was split, from PARTS of its parts at a time: grid
     (B * Hq * Sq * blocks of DIMS,).
@@ -210,10 +205,7 @@ def merge_kernel(
     of_line = 1 if LINE_EACH else tasks // width  # of a sequence's tasks, those in a line
     task = head // group * m_blocks + row // TILE_M
     line = task if LINE_EACH else task % width
-    batch = Batch(
-        batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left if HAS_LEFT else None,
-        window_right if HAS_RIGHT else None,
-    )  # fmt: skip
+    batch = Batch(batches, seqlens_ptr, leftpad_ptr, seqlen_new, capacity, seqlen_q, window_left, window_right)
     _, n_keys = span_of(sequence, True, batch)
     _, blocks = key_blocks(n_keys, batch, TILE_N)
     if SPLIT:

@@ -290,9 +290,8 @@ def attend_blocks(
             task += p.width
             if LINE_EACH or task >= p.tasks:
                 task -= p.tasks
-                sequence = tl.minimum(
-                    sequence + 1, batch.sequences - 1
-                )  # there is one; so written, 32 rows do not spill
+                # there is one; so written, 32 rows do not spill
+                sequence = tl.minimum(sequence + 1, batch.sequences - 1)
             head_k, m_block = head_of_task(task, p.m_blocks)
             first, n_keys = span_of(sequence, True, batch)
             n_block, blocks = key_blocks(n_keys, batch, TILE_N)

@@ -140,8 +140,8 @@ def whole_tasks(call: CachedCall, multiprocessors: int) -> str | None:
     if not call.cache.alike:
         whole = tasks_in_order(tasks, size, call.spec.batch, most_of, narrow)
         return whole or ("split" if are_split(call, tasks, most_of) else None)
-    for load in ("one", "two") if narrow else ():
-        if FILLED * most_of[load] <= tasks < most_of[load]:
+    for load in ("one", "two"):
+        if narrow and FILLED * most_of[load] <= tasks < most_of[load]:
             return f"{load}_filled"
     if size >= LONG:
         return long_tasks(tasks, most_of) if few_rows else None
@@ -328,7 +328,8 @@ def _table(rows: Mapping[tuple[int, int], DecodeTiles | Loads | tuple[DecodeTile
 #   keys on 8 warps, 2 stages 23.3, 67.5 and 1004 for 25.4, 77.1 and 1075; as (2, 128) 20.0, 48.9 and 612, but they
 #   spill 40 to 88 bytes, and by 3.9, by which they were not timed, 232 to 264.
 # All else is reasoned as above, and not measured.
-AS_TWO = ("one_filled", "two_filled", "three", "eight")  # of 32 rows, or at D 256: theirs of 16 rows would spill
+# Loads of 32 rows, or at D 256: eight's own tiles spill, three find no registers, filled rounds are never asked for.
+AS_TWO = ("one_filled", "two_filled", "three", "eight")
 
 
 def _by_load(block: int, as_many: tuple[str, ...] = (), as_two: tuple[str, ...] = (), **others: DecodeTiles) -> Loads:

@@ -225,6 +225,11 @@ def in_pairs(spec: DecodeSpec, q: Tensor, *caches: Tensor) -> bool:
     return caches[0].dtype == FP8 and q.dtype != torch.float32 and spec.arch.startswith("sm_") and even
 
 
+def window_of(spec: AttentionSpec) -> tuple[int | None, ...]:
+    """(left, right) as kernels are told: None where all keys on that side are seen."""
+    return tuple(size if size >= 0 else None for size in (spec.window_left, spec.window_right))
+
+
 def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     """`decode_kernel`, from q, the cache and scales to parts, out and lse."""
     q, k, v = (moving[name] for name in ("q", "k_cache", "v_cache"))
@@ -244,13 +249,12 @@ def decode_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
         *strides(moving[names[0]]), *strides(k), *strides_v,
         *(rows_apart(moving[name]) for name in (places, "alibi_slopes", "k_descale", "v_descale")),
         of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width, spec.least,
-        of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, of.window_left, of.window_right,
+        of.softmax_scale, max(abs(unit), FLOAT32_TINY), cap_in, *window_of(of),
         of.head_dim, of.head_dim_v,
         *(max(least_dims, triton.next_power_of_2(dim)) for dim in (of.head_dim, of.head_dim_v)),
-        triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size, of.window_left >= 0,
-        of.window_right >= 0, of.softcap > 0, exact(of), unit < 0,
-        k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums, spec.shared,
-        spec.line_each, spec.whole_if_alike, spec.in_order, spec.split, spec.early,
+        triton.next_power_of_2(of.batch), tile_m(of), spec.tiles.tile_n, spec.page_size,
+        of.softcap > 0, exact(of), unit < 0, k.dtype == FP8 and q.dtype == torch.bfloat16, pairs, spec.sums,
+        spec.shared, spec.line_each, spec.whole_if_alike, spec.in_order, spec.split, spec.early,
     )  # fmt: skip
     options = spec.tiles.options | ({} if spec.waits else spec.launch_options)
     call = call_of(decode_kernel, spec.programs or spec.tasks, moving, names, scalars, options)
@@ -264,9 +268,8 @@ def merge_call(spec: DecodeSpec, moving: dict[str, Any]) -> KernelCall:
     names = "acc", "sums", "cache_seqlens", "cache_leftpad", "end", "out", "lse"
     scalars = (
         spec.programs // spec.width, of.batch, of.seqlen_q, of.heads_k, of.group, spec.seqlen_new, spec.width,
-        spec.least, of.window_left, of.window_right, of.head_dim_v, parts, dims, triton.next_power_of_2(of.batch),
-        tile_m(of), spec.tiles.tile_n, of.window_left >= 0, of.window_right >= 0, spec.line_each,
-        spec.whole_if_alike, spec.split, spec.early,
+        spec.least, *window_of(of), of.head_dim_v, parts, dims, triton.next_power_of_2(of.batch),
+        tile_m(of), spec.tiles.tile_n, spec.line_each, spec.whole_if_alike, spec.split, spec.early,
     )  # fmt: skip
     grid = of.batch * of.heads_q * of.seqlen_q * -(-of.head_dim_v // dims)
     options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True} | spec.launch_options
